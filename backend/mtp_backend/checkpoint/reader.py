@@ -1,0 +1,113 @@
+"""A checkpoint directory in Hugging Face layout: its JSON files, and its tensors one at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mtp_backend.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Checkpoint:
+    """Names and tensors of a directory with config.json and safetensors files (single or sharded with an index).
+
+    Tensors are mapped from disk and read when asked for.
+
+    Raises:
+        CheckpointError: the directory, a file or a name is missing or malformed; the message says which.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"model: {str(directory)!r} is not a directory; a checkpoint directory is needed")
+        self.config = self._json("config.json")
+        self._handles: dict[str, Any] = {}
+        self._files = self._weight_map()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._files)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that config.json names (`dtype` or `torch_dtype`)."""
+        name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        if name not in DTYPES:
+            raise CheckpointError(f"config.json: dtype {name!r}; allowed: {', '.join(DTYPES)}")
+        return DTYPES[name]
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """End-of-sequence ids: generation_config.json's if it has them, else config.json's."""
+        values = self.config.get("eos_token_id")
+        if (self.directory / "generation_config.json").is_file():
+            values = self._json("generation_config.json").get("eos_token_id", values)
+        ids = values if isinstance(values, list) else [] if values is None else [values]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise CheckpointError(f"config.json: eos_token_id {values!r}; allowed: an integer or a list of integers")
+        return ids
+
+    def tensor(self, name: str) -> Tensor:
+        """Reads one tensor.
+
+        Raises:
+            CheckpointError: no file has it, or its file is missing or damaged.
+        """
+        if name not in self._files:
+            raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
+        file = self._files[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.directory / file}: tensor {name!r}: {error}") from error
+
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor name → file name."""
+        if (self.directory / INDEX).is_file():
+            weight_map = self._json(INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise CheckpointError(f"{self.directory / INDEX}: weight_map must map tensor names to file names")
+            for name, file in weight_map.items():
+                if Path(file).name != file:
+                    raise CheckpointError(f"{self.directory / INDEX}: {name!r} lies in {file!r}, outside the directory")
+            return weight_map
+        file = "model.safetensors"
+        if not (self.directory / file).is_file():
+            raise CheckpointError(f"{self.directory}: neither {file} nor {INDEX} is there")
+        return dict.fromkeys(self._open(file).keys(), file)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.directory / file
+            try:
+                self._handles[file] = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{path}: the index names this file, and it is missing") from error
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+        return self._handles[file]
+
+    def _json(self, file: str) -> dict[str, Any]:
+        path = self.directory / file
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: missing") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not a readable JSON file: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: must hold a JSON object")
+        return values

@@ -1,0 +1,1 @@
+"""The engine: sequences, scheduling, the speculative step, and the offline API."""

@@ -1,0 +1,124 @@
+"""The offline API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_backend.config import EngineConfig, SpeculativeConfig
+from mtp_backend.engine.engine import Engine
+from mtp_backend.engine.sequence import Sequence
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling import SamplingParams
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The result of one prompt.
+
+    Attributes:
+        prompt_token_ids, token_ids: the prompt and what was generated, an end token included.
+        text: the generated text, without end tokens, special tokens and stop strings.
+        finish_reason: "stop" or "length".
+        num_spec_steps: verify steps with at least one draft.
+        num_draft_tokens, num_accepted_draft_tokens: drafts verified, and those that became part of the output.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+
+class LLM:
+    """Generates from a checkpoint in this process.
+
+    Args:
+        model: checkpoint directory.
+        speculative: {"method": "mtp", "num_speculative_tokens": k}, or None to decode without speculation.
+        dtype, device, **options: see `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        speculative: dict[str, Any] | SpeculativeConfig | None = None,
+        dtype: str = "auto",
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(
+            EngineConfig.from_dict(
+                {"model": str(model), "speculative": speculative, "dtype": dtype, "device": device, **options}
+            )
+        )
+
+    def generate(
+        self, prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Generates for all prompts in one continuous batch.
+
+        Args:
+            prompts: a text or a list of token ids, or several of them.
+            params: one for all prompts or one for each; None takes the defaults.
+
+        Raises:
+            InvalidArgument: a prompt or its parameters are wrong; nothing has been generated then.
+        """
+        prompts = _several(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidArgument("params", f"{len(params)} of them", f"one, or one for each of {len(prompts)} prompts")
+        with_text = self.engine.tokenizer is not None
+        sequences = [
+            self.engine.new_sequence(self._token_ids(prompt), own, with_text=with_text)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        for sequence in sequences:
+            self.engine.add(sequence)
+        try:
+            while self.engine.has_work:
+                self.engine.step()
+        finally:
+            for sequence in sequences:
+                if not sequence.finish_reason:
+                    self.engine.remove(sequence)
+        return [_result(sequence) for sequence in sequences]
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.engine.tokenizer is None:
+            raise InvalidArgument("prompts", prompt, "token ids: the checkpoint has no tokenizer.json")
+        return self.engine.tokenizer.encode(prompt).ids
+
+
+def _several(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list of checked prompts."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    for prompt in prompts:
+        good = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
+        if not good:
+            raise InvalidArgument("prompts", prompt, "a text or a list of token ids")
+    return list(prompts)
+
+
+def _result(sequence: Sequence) -> RequestOutput:
+    counters = sequence.counters
+    return RequestOutput(
+        prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        text=sequence.text.value if sequence.text is not None else "",
+        finish_reason=sequence.finish_reason,
+        num_spec_steps=counters.num_spec_steps,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
+    )

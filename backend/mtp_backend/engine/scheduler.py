@@ -1,0 +1,139 @@
+"""Which tokens of which sequences the next device batch holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from mtp_backend.cache import BlockPool
+from mtp_backend.engine.sequence import Sequence, Status
+
+
+@dataclass
+class Scheduled:
+    """A sequence's share of a batch.
+
+    Attributes:
+        num_tokens: committed tokens that are fed, from position sequence.num_computed on.
+        draft_ids: drafts that follow them; only where the committed tokens are fed to their end.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    draft_ids: list[int]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the share reaches the end of the text, so that new tokens are drawn."""
+        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill.
+
+    Decoding sequences come first, so long prompts never hold them up; what room is left goes to prompts. When the
+    cache is full, a paused sequence or the youngest running one gives its blocks up and computes them again later.
+
+    Args:
+        pool: the cache's blocks; one sequence of the greatest length must fit.
+        max_num_seqs, max_num_batched_tokens, prefill_chunk_size: limits of a batch, as in `EngineConfig`.
+    """
+
+    def __init__(
+        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, prefill_chunk_size: int
+    ) -> None:
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._prefill_chunk_size = prefill_chunk_size
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._paused: dict[Sequence, None] = {}  # in the order in which they were paused
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence wants to step."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a new sequence, or one that was paused, into the waiting line."""
+        self._paused.pop(sequence, None)
+        sequence.status = Status.WAITING
+        self._waiting.append(sequence)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Takes a client-paced sequence out of the steps; it keeps its blocks while nobody needs them."""
+        self._running.remove(sequence)
+        sequence.status = Status.PAUSED
+        self._paused[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a sequence, wherever it stands, and frees its blocks."""
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        self._paused.pop(sequence, None)
+        sequence.status = Status.FINISHED
+        self._drop_cache(sequence)
+
+    def schedule(self) -> list[Scheduled]:
+        """Plans the next batch and takes the cache blocks that it needs."""
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            sequence = self._waiting.popleft()
+            sequence.status = Status.RUNNING
+            self._running.append(sequence)
+        batch: list[Scheduled] = []
+        budget = self._max_num_batched_tokens
+        decoding_first = sorted(self._running, key=lambda sequence: _pending(sequence) > 1)
+        for sequence in decoding_first:
+            # Giving blocks up for an earlier one may have sent this one back to the waiting line.
+            if sequence.status is Status.RUNNING and budget > 0:
+                share = self._share(sequence, budget, batch)
+                if share is not None:
+                    batch.append(share)
+                    budget -= share.num_tokens + len(share.draft_ids)
+        return batch
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Tries to get blocks for `num_tokens` tokens from the free ones and from paused sequences, no others."""
+        while not self._pool.grow(sequence.block_table, num_tokens):
+            victim = next((paused for paused in self._paused if paused.block_table and paused is not sequence), None)
+            if victim is None:
+                return False
+            self._drop_cache(victim)
+        return True
+
+    def _share(self, sequence: Sequence, budget: int, batch: list[Scheduled]) -> Scheduled | None:
+        pending = _pending(sequence)
+        num_tokens = min(pending, self._prefill_chunk_size, budget)
+        drafts = sequence.draft_ids[: budget - num_tokens] if num_tokens == pending else []
+        planned = {share.sequence for share in batch}
+        while not self.reserve(sequence, sequence.num_computed + num_tokens + len(drafts)):
+            victim = next(other for other in reversed(self._running) if other not in planned)
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        return Scheduled(sequence, num_tokens, drafts)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._drop_cache(sequence)
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _drop_cache(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.num_computed = 0
+        sequence.num_drafted = 0
+        sequence.hidden = None
+
+
+def _pending(sequence: Sequence) -> int:
+    """Committed tokens that the target has not computed yet; 1 while decoding."""
+    return len(sequence.token_ids) - sequence.num_computed

@@ -1,0 +1,81 @@
+"""A sequence as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from torch import Tensor
+
+from mtp_backend.engine.text import IncrementalText
+from mtp_backend.sampling import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    WAITING = auto()  # wants to run, holds no KV blocks
+    RUNNING = auto()  # takes part in every step
+    PAUSED = auto()  # client-paced: its client has not asked for the next step; may hold KV blocks
+    FINISHED = auto()
+
+
+@dataclass
+class SpeculationCounters:
+    """What speculation did for one request; tokens cut off by a stop or a length limit are not counted."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: Counter[int] = field(default_factory=Counter)
+
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts one verify step with at least one draft."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_draft_tokens += num_accepted
+        self.acceptance_histogram[num_accepted] += 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per draft; 0 without drafts."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text that is being generated.
+
+    Attributes:
+        token_ids: the committed text: prompt, output, and what a client appended.
+        num_prompt_tokens: length of the prompt.
+        params: the request's parameters.
+        paced: steps are asked for by a client, one at a time; otherwise the sequence steps whenever it can.
+        text: the output as text; None where only tokens are wanted.
+        num_computed: positions 0 … num_computed − 1 hold valid target keys in the cache. While decoding this is
+            len(token_ids) − 1: the last token has not been fed yet.
+        num_drafted: positions 0 … num_drafted − 1 hold valid keys of the draft layer; they follow the target's.
+        hidden: the target's hidden rows of positions num_drafted … num_computed − 1, which the draft layer still needs.
+        draft_ids: drafts that the next step verifies.
+        block_table: ids of the cache blocks.
+        num_generated: tokens generated so far.
+        finish_reason: "" while running, then "stop" or "length".
+        last_used: when its client last asked, in seconds of the engine's clock.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    paced: bool = False
+    text: IncrementalText | None = None
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_drafted: int = 0
+    hidden: Tensor | None = None
+    draft_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_generated: int = 0
+    counters: SpeculationCounters = field(default_factory=SpeculationCounters)
+    finish_reason: str = ""
+    last_used: float = 0.0

@@ -1,0 +1,135 @@
+"""Building the target network and its MTP module from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mtp_backend.checkpoint import Checkpoint, load_weights
+from mtp_backend.errors import CheckpointError
+from mtp_backend.models import deepseek_v3, glm4_moe
+from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.family import CacheShape, Family
+from mtp_backend.models.layers.decoder import CausalLM
+from mtp_backend.models.layers.rotary import RotaryTable
+from mtp_backend.models.mtp import MtpModule
+from mtp_backend.ops import Ops
+
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, glm4_moe)}
+
+
+@dataclass
+class Networks:
+    """The loaded networks of a checkpoint.
+
+    Attributes:
+        config: the family's configuration.
+        target: the main network.
+        mtp: the MTP module, None if it was not asked for.
+        rotary: the rotary angles that both use.
+        cache_shape: (heads, width) of the two cache tensors of a layer.
+    """
+
+    config: ModelConfig
+    target: CausalLM
+    mtp: MtpModule | None
+    rotary: RotaryTable
+    cache_shape: CacheShape
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family that config.json names.
+
+    Raises:
+        CheckpointError: the model_type is not known.
+    """
+    model_type = checkpoint.config.get("model_type")
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{checkpoint.directory}/config.json: model_type {model_type!r}; allowed: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]
+
+
+def build_networks(
+    checkpoint: Checkpoint, *, with_mtp: bool, dtype: torch.dtype, device: torch.device, max_positions: int, ops: Ops
+) -> Networks:
+    """Builds and fills the networks. Configuration errors are raised before memory is taken.
+
+    Raises:
+        CheckpointError: unknown model_type, bad configuration, missing MTP layer, missing or misshapen tensor.
+    """
+    family = family_of(checkpoint)
+    config = family.config.from_dict(checkpoint.config)
+    if with_mtp:
+        check_mtp(checkpoint, config)
+    with torch.device("meta"), _default_dtype(dtype):
+        layers = [family.decoder_layer(config, index, ops) for index in range(config.num_hidden_layers)]
+        target = CausalLM(config, layers, ops)
+    target.to_empty(device=device)
+    load_weights(target, checkpoint)
+    mtp = _build_mtp(family, config, checkpoint, target, dtype, device, ops) if with_mtp else None
+    rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
+    return Networks(config, target, mtp, rotary, family.cache_shape(config))
+
+
+def check_mtp(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Refuses a checkpoint without exactly one usable MTP layer.
+
+    Raises:
+        CheckpointError: config.json has no or several MTP layers, or their tensors are not in the files.
+    """
+    if config.num_nextn_predict_layers != 1:
+        raise CheckpointError(
+            f"{checkpoint.directory}/config.json: num_nextn_predict_layers {config.num_nextn_predict_layers}; "
+            "speculative decoding with method mtp needs 1"
+        )
+    name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
+    if name not in checkpoint:
+        raise CheckpointError(f"{checkpoint.directory}: the MTP layer is missing (tensor {name!r})")
+
+
+def _build_mtp(
+    family: Family,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    target: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+) -> MtpModule:
+    index = config.num_hidden_layers
+    prefix = f"model.layers.{index}."
+    # A checkpoint repeats the target's embedding and head under the MTP layer, or leaves them out: share them.
+    shares_embedding = _same(checkpoint, prefix + "embed_tokens.weight", "model.embed_tokens.weight")
+    shares_head = _same(checkpoint, prefix + "shared_head.head.weight", "lm_head.weight")
+    with torch.device("meta"), _default_dtype(dtype):
+        layer = family.decoder_layer(config, index, ops)
+        embed_tokens = None if shares_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
+        head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        mtp = MtpModule(config, layer, embed_tokens, head, ops)
+    mtp.to_empty(device=device)
+    load_weights(mtp, checkpoint, rename=lambda name: prefix + name.removeprefix("layer."))
+    if shares_embedding:
+        mtp.embed_tokens = target.model.embed_tokens
+    if shares_head:
+        mtp.shared_head.head = target.lm_head
+    return mtp
+
+
+def _same(checkpoint: Checkpoint, own: str, shared: str) -> bool:
+    return own not in checkpoint or torch.equal(checkpoint.tensor(own), checkpoint.tensor(shared))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

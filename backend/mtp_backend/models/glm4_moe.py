@@ -1,0 +1,95 @@
+"""GLM-4.5, 4.5-Air, 4.6 and 4.7 (`glm4_moe`): grouped-query attention with partial rotary, and noaux_tc experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtp_backend.errors import CheckpointError
+from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.family import CacheShape, Family
+from mtp_backend.models.layers.decoder import Angles, DecoderLayer, LayerCache
+from mtp_backend.models.layers.norm import RMSNorm
+from mtp_backend.ops import BatchLayout, Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(ModelConfig):
+    """Fields of grouped-query attention. `use_qk_norm` is true for 4.5, 4.6 and 4.7, false for 4.5-Air."""
+
+    num_key_value_heads: int
+    head_dim: int
+    partial_rotary_factor: float
+    use_qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CheckpointError(
+                f"config.json: num_key_value_heads {self.num_key_value_heads}; "
+                f"allowed: a divisor of num_attention_heads = {self.num_attention_heads}"
+            )
+        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim % 2:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor {self.partial_rotary_factor}; "
+                "allowed: (0, 1] with an even number of rotated dimensions"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of a head; the others pass unchanged."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+class GQAttention(nn.Module):
+    """Grouped-query attention; the first `rotary_dim` dimensions of a head are rotated in halves."""
+
+    def __init__(self, config: Glm4MoeConfig, ops: Ops) -> None:
+        super().__init__()
+        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
+        self.ops = ops
+        hidden, bias = config.hidden_size, config.attention_bias
+        kv_size = config.num_key_value_heads * config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.use_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops)
+        self.scale = config.head_dim**-0.5
+
+    def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
+        """[T, H] → [T, H]."""
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query = self._rotate(self.q_norm(query), angles)
+        key = self._rotate(self.k_norm(key), angles)
+        key_cache, value_cache = cache
+        self.ops.write_cache(key_cache, layout.slots, key)
+        self.ops.write_cache(value_cache, layout.slots, value)
+        attended = self.ops.gqa_attention(query, key_cache, value_cache, layout, self.scale)
+        return self.o_proj(attended.flatten(1))
+
+    def _rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        rotated = self.ops.rotary(x[..., : self.rotary_dim], *angles, interleaved=False)
+        return torch.cat([rotated, x[..., self.rotary_dim :]], dim=-1)
+
+
+def decoder_layer(config: Glm4MoeConfig, layer: int, ops: Ops) -> DecoderLayer:
+    """Decoder layer number `layer`."""
+    return DecoderLayer(config, layer, GQAttention(config, ops), ops)
+
+
+def cache_shape(config: Glm4MoeConfig) -> CacheShape:
+    """Per token: keys and values of the KV heads."""
+    return (config.num_key_value_heads, config.head_dim), (config.num_key_value_heads, config.head_dim)
+
+
+FAMILY = Family("glm4_moe", Glm4MoeConfig, decoder_layer, cache_shape)

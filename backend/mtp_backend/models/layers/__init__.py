@@ -1,0 +1,1 @@
+"""Layers that the families share. Parameter names are those of the official checkpoints."""

@@ -1,0 +1,99 @@
+"""Feed-forward layers: dense, and mixture of experts with a shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtp_backend.models.config import ModelConfig
+from mtp_backend.ops import Ops
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward, [T, H] → [T, H]; gate and up projections share one matrix."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size))
+        self.down = nn.Parameter(torch.empty(hidden_size, intermediate_size))
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.ops.swiglu(F.linear(x, self.gate_up)), self.down)
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's three matrices in the two that are kept."""
+        gate, up = self.gate_up.chunk(2)
+        yield "gate_proj.weight", gate
+        yield "up_proj.weight", up
+        yield "down_proj.weight", self.down
+
+
+class Gate(nn.Module):
+    """Router: sigmoid scores in float32 and the correction bias of noaux_tc."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32))
+        self.e_score_correction_bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32))
+        self.config = config
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] → expert ids and weights, [T, num_experts_per_tok] each."""
+        config = self.config
+        scores = F.linear(x.float(), self.weight).sigmoid()
+        return self.ops.select_experts(
+            scores,
+            self.e_score_correction_bias,
+            top_k=config.num_experts_per_tok,
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+            normalize=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+        )
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+        self.ops = ops
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.ops.grouped_experts(x, self.gate_up, self.down, ids, weights)
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """Three matrices per expert."""
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            yield f"{expert}.gate_proj.weight", gate
+            yield f"{expert}.up_proj.weight", up
+            yield f"{expert}.down_proj.weight", down
+
+
+class MoE(nn.Module):
+    """Σ weight · routed expert + shared expert, [T, H] → [T, H]."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.gate = Gate(config, ops)
+        self.experts = Experts(config, ops)
+        self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts, ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+
+
+def feed_forward(config: ModelConfig, layer: int, ops: Ops) -> nn.Module:
+    """The feed-forward part of decoder layer `layer`: dense in the first layers, experts in the others."""
+    if layer < config.first_k_dense_replace:
+        return MLP(config.hidden_size, config.intermediate_size, ops)
+    return MoE(config, ops)

@@ -1,0 +1,21 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mtp_backend.ops import Ops
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,66 @@
+"""The multi-token-prediction module of DeepSeek-V3 and GLM-4.5 checkpoints."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.layers.decoder import DecoderLayer, LayerCache
+from mtp_backend.models.layers.norm import RMSNorm
+from mtp_backend.models.layers.rotary import RotaryTable
+from mtp_backend.ops import BatchLayout, Ops
+
+
+class SharedHead(nn.Module):
+    """Norm and head of the module (`shared_head.*`)."""
+
+    def __init__(self, config: ModelConfig, head: nn.Linear | None, ops: Ops) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.head = head
+
+
+class MtpModule(nn.Module):
+    """One MTP layer (DeepSeek-V3 report, section 2.2).
+
+    h'[i] = layer(eh_proj([enorm(embed(t[i+1])), hnorm(h[i])])), draft of t[i+2] = head(norm(h'[i])).
+    The token is shifted by one; position and cache slot stay i.
+
+    Args:
+        layer: a decoder layer of the target's family.
+        embed_tokens, head: modules of its own, or None until the target's are put in their place.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: DecoderLayer,
+        embed_tokens: nn.Embedding | None,
+        head: nn.Linear | None,
+        ops: Ops,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layer = layer
+        self.shared_head = SharedHead(config, head, ops)
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, rotary: RotaryTable, layout: BatchLayout, cache: LayerCache
+    ) -> Tensor:
+        """Tokens t[i+1] [T] and hidden rows h[i] [T, H] → rows [T, H] after `shared_head.norm`.
+
+        The result feeds `logits` and, as hidden row, the next pass of a chain of drafts.
+        """
+        embedding = F.embedding(token_ids, self.embed_tokens.weight)
+        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
+        x = self.layer(x, rotary(layout.positions), layout, cache)
+        return self.shared_head.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` [N, H] → logits [N, vocab]."""
+        return self.shared_head.head(hidden)

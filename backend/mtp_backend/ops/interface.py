@@ -1,0 +1,85 @@
+"""The operations that a network needs from a device, and the ragged batch that they work on.
+
+Shapes: T tokens in the batch, R sequences, H hidden size, N query heads, G KV heads, D head size, E experts,
+I intermediate size of an expert. A KV cache tensor is [num_blocks, block_size, heads, width].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass
+class BatchLayout:
+    """Where the tokens of a ragged, token-major (TND) batch stand in their sequences and in the KV cache.
+
+    Attributes:
+        positions: int64 [T], position of each token in its sequence.
+        slots: int64 [T], cache slot of each token: block id · block_size + offset.
+        query_ends: R cumulative query lengths; the last one equals T.
+        kv_lens: R lengths of the cached keys, the batch's own tokens included.
+        block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    query_ends: list[int]
+    kv_lens: list[int]
+    block_tables: Tensor
+
+
+class Ops(Protocol):
+    """One kind of device. All functions are pure except `write_cache`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32."""
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """Rotates x [T, heads, D] by the angles of cos, sin [T, D/2] (float32).
+
+        Pairs are (x0, x1), (x2, x3), … when interleaved, else (x0, x[D/2]), (x1, x[D/2 + 1]), ….
+        """
+
+    def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Stores values [T, heads, width] in the slots [T] of a cache tensor."""
+
+    def mla_attention(
+        self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
+    ) -> Tensor:
+        """Absorbed multi-head latent attention over the paged latent cache.
+
+        q_latent [T, N, C], q_rope [T, N, Dr]; latent [blocks, block, 1, C], rope [blocks, block, 1, Dr].
+        Returns the attended latents [T, N, C]. Row i of a sequence sees the cache up to its own position.
+        """
+
+    def gqa_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float
+    ) -> Tensor:
+        """Grouped-query attention over the paged cache: query [T, N, D], key and value [blocks, block, G, D] → [T, N, D]."""
+
+    def select_experts(
+        self,
+        scores: Tensor,
+        bias: Tensor,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        normalize: bool,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor]:
+        """noaux_tc routing (DeepSeek-V3): sigmoid scores [T, E] → expert ids [T, top_k] and weights [T, top_k].
+
+        The bias [E] takes part in the choice, not in the weights.
+        """
+
+    def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Σ weight · expert(x) over each token's experts.
+
+        x [T, H], gate_up [E, 2I, H] (gate rows first), down [E, H, I], ids and weights [T, top_k] → [T, H].
+        """
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) · up for x [..., 2I] with the gate half first → [..., I]."""

@@ -1,0 +1,47 @@
+"""Counter-based randomness: noise is a function of (seed, position, token), whatever shares the batch.
+
+The generator is SplitMix64 (Steele, Lea, Flood 2014): output i of a stream is the mixed value of start + i · γ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def stream_start(seed: int, position: int) -> int:
+    """Start of the stream of one drawn token: 64 bits from the request's seed and the token's absolute position."""
+    return _mix((_mix(seed) + position * _GAMMA) & _MASK)
+
+
+def exponential(starts: list[int], size: int, device: torch.device) -> Tensor:
+    """Standard exponential noise, float64 [len(starts), size]; row r is the stream that starts at starts[r]."""
+    counters = torch.arange(1, size + 1, device=device) * _signed(_GAMMA)
+    state = torch.tensor([_signed(start) for start in starts], device=device)[:, None] + counters
+    state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
+    state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
+    state = state ^ _shifted(state, 31)
+    # The upper 53 bits, at the middle of their interval: uniform in (0, 1), never 0 or 1.
+    uniform = (_shifted(state, 11).double() + 0.5) * 2.0**-53
+    return -uniform.log()
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ value >> 30) * _FIRST) & _MASK
+    value = ((value ^ value >> 27) * _SECOND) & _MASK
+    return value ^ value >> 31
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed integer, which is what torch has."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,59 @@
+"""Drawing one token per row of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtp_backend.sampling.noise import exponential, stream_start
+from mtp_backend.sampling.params import SamplingParams
+
+
+def sample(logits: Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
+    """Draws a token from each row.
+
+    Greedy rows take the most likely token. The others draw from their filtered distribution p by the exponential
+    race argmax p / E, with noise E that depends on the request's seed and the token's position alone. A step with
+    drafts therefore draws at each position what a step without them draws.
+
+    Args:
+        logits: [N, vocab].
+        params: the request's parameters for each row.
+        positions: absolute position in its sequence of the token that each row draws.
+
+    Returns:
+        N token ids.
+    """
+    tokens = logits.argmax(-1)
+    drawn = [row for row, row_params in enumerate(params) if row_params.temperature > 0]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        chosen = [params[row] for row in drawn]
+        scores = filter_logits(logits[rows], chosen).double()
+        starts = [stream_start(row_params.noise_seed, positions[row]) for row, row_params in zip(drawn, chosen, strict=True)]
+        race = scores - exponential(starts, logits.shape[-1], logits.device).log()
+        tokens[rows] = race.argmax(-1)
+    return tokens.tolist()
+
+
+def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Logits [N, vocab] after temperature, top-k, top-p and min-p; what is cut is −inf. Float32.
+
+    The softmax of a row is the distribution that the request asks for.
+    """
+    device = logits.device
+    scores = logits.float() / torch.tensor([row.temperature for row in params], device=device)[:, None]
+    if any(row.top_k or row.top_p < 1 for row in params):
+        vocab = scores.shape[-1]
+        top_k = torch.tensor([min(row.top_k or vocab, vocab) for row in params], device=device)[:, None]
+        top_p = torch.tensor([row.top_p for row in params], device=device, dtype=torch.float64)[:, None]
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        cut = torch.arange(vocab, device=device) >= top_k
+        probabilities = ordered.masked_fill(cut, float("-inf")).double().softmax(-1)
+        # A token stays if the more likely ones hold less than top_p; the most likely one always stays.
+        cut |= (probabilities.cumsum(-1) - probabilities >= top_p) & (top_p < 1)
+        scores = scores.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf"))
+    if any(row.min_p for row in params):
+        min_p = torch.tensor([row.min_p for row in params], device=device)[:, None]
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p.log(), float("-inf"))
+    return scores

@@ -60,7 +60,7 @@ class Engine:
         self.config = config
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
-        self.tokenizer = load_tokenizer(Path(config.model), model.vocab_size)
+        self.tokenizer = load_tokenizer(Path(config.model))
         self.device = torch.device(config.device)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         shape = family_of(checkpoint).cache_shape(model)
@@ -135,6 +135,8 @@ class Engine:
         if len(token_ids) > room:
             raise InvalidArgument("input_ids", f"{len(token_ids)} tokens", f"at most {max(room, 0)} more (max_model_len)")
         sequence.token_ids += token_ids
+        if sequence.text is not None:
+            sequence.text = IncrementalText(self.tokenizer, sequence.token_ids, sequence.params.stop)
         sequence.draft_ids = []
         sequence.finish_reason = ""
         sequence.num_generated = 0

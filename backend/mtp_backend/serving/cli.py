@@ -1,0 +1,97 @@
+"""The command `mtp`."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_backend.errors import InvalidArgument, MtpError
+from mtp_backend.serving import tritonserver
+from mtp_backend.serving.repository import create_repository
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 0, or 1 when the server failed, or 2 for wrong arguments."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except InvalidArgument as error:
+        print(f"mtp: {error}", file=sys.stderr)
+        return 2
+    except MtpError as error:
+        print(f"mtp: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mtp", description="DeepSeek and GLM with MTP behind the Triton server.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    repository = commands.add_parser("repository", help="model repositories").add_subparsers(required=True)
+    create = repository.add_parser("create", help="make a model repository from templates and values")
+    create.add_argument("output", type=Path, help="folder to make")
+    create.add_argument("--templates", type=Path, required=True, help="folder of the templates")
+    create.add_argument("--values", type=Path, required=True, help="TOML file with a value for each name")
+    create.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace one value")
+    create.set_defaults(run=_create)
+
+    serve = commands.add_parser("serve", help="run the Triton server on a model repository")
+    serve.add_argument("repository", type=Path)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
+    serve.add_argument("--http-port", type=int, default=8000)
+    serve.add_argument("--grpc-port", type=int, default=8001)
+    serve.add_argument("--metrics-port", type=int, default=8002)
+    serve.set_defaults(run=_serve)
+
+    install = commands.add_parser("install-server", help="lay out the backend directory and the server's launcher")
+    install.add_argument("directory", type=Path, nargs="?", default=_server_directory())
+    install.set_defaults(run=_install)
+    return parser
+
+
+def _create(arguments: argparse.Namespace) -> int:
+    overrides = {}
+    for item in arguments.set:
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise InvalidArgument("--set", item, "NAME=VALUE")
+        overrides[name] = value
+    create_repository(arguments.templates, arguments.values, overrides, arguments.output)
+    print(arguments.output)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if not (arguments.repository / "engine.json").is_file():
+        raise InvalidArgument("repository", str(arguments.repository), "a folder made by `mtp repository create`")
+    try:
+        loopback = ipaddress.ip_address(arguments.host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise InvalidArgument("--host", arguments.host, "a loopback address; put an authenticating proxy in front")
+    launcher = tritonserver.install(_server_directory())
+    options = tritonserver.arguments(
+        arguments.repository, arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port
+    )
+    server = subprocess.Popen([launcher, *options])
+    while True:
+        try:
+            return 0 if server.wait() == 0 else 1
+        except KeyboardInterrupt:
+            # The terminal has sent it to the server too, which now drains.
+            continue
+
+
+def _install(arguments: argparse.Namespace) -> int:
+    print(tritonserver.install(arguments.directory))
+    return 0
+
+
+def _server_directory() -> Path:
+    """Where this environment keeps its server."""
+    return Path(sys.prefix) / "tritonserver"

@@ -1,0 +1,203 @@
+"""A role's connection to the engine process."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from mtp_backend.errors import MtpError, Unavailable, from_code
+from mtp_backend.serving import messages
+from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Message
+from mtp_backend.serving.rendezvous import Rendezvous
+
+log = logging.getLogger("mtp.client")
+CANCEL_POLL_SECONDS = 0.1
+FIRST_RETRY_SECONDS = 0.2
+LAST_RETRY_SECONDS = 10.0
+
+
+class Reply(Protocol):
+    """Where the answers of one request go."""
+
+    def answer(self, message: Message) -> None:
+        """Takes one answer; the last one has `final` true."""
+
+    def fail(self, error: MtpError) -> None:
+        """Takes the error that ends the request."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has withdrawn the request."""
+
+
+class EngineClient:
+    """Sends requests to the engine and gives its answers to their `Reply`, from a thread of its own.
+
+    When the engine dies every open request fails with UNAVAILABLE, and the engine is started again.
+
+    Args:
+        config: the engine configuration file, which also names the rendezvous.
+        server_pid: the inference server; the engine ends with it.
+
+    Attributes:
+        max_model_len: the engine's longest sequence, prompt and output together, in tokens.
+
+    Raises:
+        MtpError: the engine cannot start.
+    """
+
+    max_model_len: int
+
+    def __init__(self, config: Path, server_pid: int) -> None:
+        self._config = config
+        self._server_pid = server_pid
+        self._rendezvous = Rendezvous.of_server(server_pid, config)
+        self._numbers = itertools.count()
+        self._open: dict[int, Reply] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._commands: zmq.Socket | None = None  # None while there is no engine
+        self._answers, self._engine = self._connect()
+        threads = [threading.Thread(target=self._read, daemon=True), threading.Thread(target=self._watch, daemon=True)]
+        for thread in threads:
+            thread.start()
+        self._threads = threads
+
+    def submit(self, requests: list[tuple[Callable[[int], Message], Reply]]) -> None:
+        """Sends requests in one frame, so that the engine can compute them in one batch.
+
+        Args:
+            requests: for each, a function from the request's number to its message, and where its answers go.
+        """
+        with self._lock:
+            if self._commands is None:
+                batch = []
+                refused = [reply for _, reply in requests]
+            else:
+                refused = []
+                batch = []
+                for make, reply in requests:
+                    number = next(self._numbers)
+                    self._open[number] = reply
+                    batch.append(make(number))
+                self._commands.send(messages.encode(batch))
+        for reply in refused:
+            reply.fail(Unavailable("the engine is starting again; try again later"))
+
+    def close(self) -> None:
+        """Takes leave of the engine, which ends when its last role has."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        with self._lock:
+            if self._commands is not None:
+                self._commands.send(messages.encode([Bye()]))
+                self._commands.close(linger=1000)
+                self._commands = None
+
+    def _connect(self) -> tuple[zmq.Socket, int]:
+        """Finds or starts the engine. Returns the socket of its answers and a descriptor that tells when it ends."""
+        pid = self._rendezvous.ensure_engine(self._config, self._server_pid)
+        try:
+            engine = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise Unavailable("the engine process ended") from None
+        # Two sockets, since one may be used by one thread only: this one sends, the other receives.
+        name = uuid.uuid4().bytes
+        commands = _socket(name + b"c", self._rendezvous.address)
+        answers = _socket(name + b"r", self._rendezvous.address)
+        answers.send(messages.encode([Hello(os.getpid())]))
+        poller = zmq.Poller()
+        poller.register(answers, zmq.POLLIN)
+        poller.register(engine, zmq.POLLIN)
+        while answers not in (ready := dict(poller.poll(1000))):
+            if engine in ready:
+                raise Unavailable("the engine process ended")
+        (welcome,) = messages.decode_from_engine(answers.recv())
+        with self._lock:
+            self._commands = commands
+        self.max_model_len = welcome.max_model_len
+        return answers, engine
+
+    def _read(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._answers, zmq.POLLIN)
+        poller.register(self._engine, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll(100))
+            if self._answers in ready:
+                for message in messages.decode_from_engine(self._answers.recv()):
+                    self._dispatch(message)
+            elif self._engine in ready:
+                poller.unregister(self._answers)
+                poller.unregister(self._engine)
+                self._lose_engine()
+                if not self._restart():
+                    return
+                poller.register(self._answers, zmq.POLLIN)
+                poller.register(self._engine, zmq.POLLIN)
+        self._answers.close(linger=0)
+
+    def _dispatch(self, message: Message) -> None:
+        with self._lock:
+            reply = self._open.pop(message.request, None) if message.final else self._open.get(message.request)
+        if reply is None:
+            return
+        if isinstance(message, Failed):
+            reply.fail(from_code(message.code, message.message))
+        else:
+            reply.answer(message)
+
+    def _lose_engine(self) -> None:
+        log.error("the engine process ended; its requests fail and it is started again")
+        with self._lock:
+            lost = list(self._open.values())
+            self._open.clear()
+            self._commands.close(linger=0)
+            self._commands = None
+        self._answers.close(linger=0)
+        os.close(self._engine)
+        for reply in lost:
+            reply.fail(Unavailable("the engine process ended; sequences are lost, start them again"))
+
+    def _restart(self) -> bool:
+        """Starts the engine again, waiting longer after each failure; False if the role closes meanwhile."""
+        pause = FIRST_RETRY_SECONDS
+        while not self._closing.wait(pause):
+            try:
+                self._answers, self._engine = self._connect()
+                return True
+            except MtpError as error:
+                log.error("the engine does not start: %s", error)
+                pause = min(2 * pause, LAST_RETRY_SECONDS)
+        return False
+
+    def _watch(self) -> None:
+        """Tells the engine about requests that their clients have withdrawn."""
+        told: set[int] = set()
+        while not self._closing.wait(CANCEL_POLL_SECONDS):
+            with self._lock:
+                pending = list(self._open.items())
+            told &= {number for number, _ in pending}
+            gone = [number for number, reply in pending if number not in told and reply.is_cancelled()]
+            told.update(gone)
+            with self._lock:
+                if gone and self._commands is not None:
+                    self._commands.send(messages.encode([Cancel(number) for number in gone]))
+
+
+def _socket(identity: bytes, address: str) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    return socket

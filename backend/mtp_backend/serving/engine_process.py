@@ -1,0 +1,244 @@
+"""The engine process: one loop that takes requests from the roles' socket, steps the engine and sends answers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from mtp_backend.config import EngineConfig
+from mtp_backend.engine.engine import Engine, StepOutput
+from mtp_backend.engine.sequence import Sequence
+from mtp_backend.errors import Cancelled, MtpError
+from mtp_backend.sampling import SamplingParams
+from mtp_backend.serving import messages
+from mtp_backend.serving.messages import Bye, Cancel, Failed, Generate, Generated, Hello, Message, Propose, Step, Welcome
+from mtp_backend.serving.rendezvous import Rendezvous
+from mtp_backend.serving.sessions import Address, Sessions
+
+log = logging.getLogger("mtp.engine")
+# An engine that no role has been using for this long ends, so that it never outlives its server.
+ORPHAN_SECONDS = 10.0
+HOUSEKEEPING_SECONDS = 1.0
+
+
+@dataclass
+class Generation:
+    """A Generate request in progress; `sent` tokens have been answered."""
+
+    address: Address
+    message: Generate
+    sent: int = 0
+
+
+class EngineProcess:
+    """Serves one engine on a socket until it is told to end, or its server or all of its roles are gone."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket, server_pid: int) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._sessions = Sessions(engine, self._send, time.monotonic)
+        self._generations: dict[Sequence, Generation] = {}
+        self._outbox: dict[Address, list[Message]] = defaultdict(list)
+        self._roles: dict[Address, int] = {}  # address → file descriptor that tells when the process ends
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._server = os.pidfd_open(server_pid)
+        self._poller.register(self._server, zmq.POLLIN)
+        self._last_role = time.monotonic()
+        self._next_housekeeping = 0.0
+        self._running = True
+
+    def stop(self, *_: object) -> None:
+        """Ends the loop after the current step."""
+        self._running = False
+
+    def run(self) -> None:
+        """The loop."""
+        while self._running:
+            timeout = 0 if self._engine.has_work else int(HOUSEKEEPING_SECONDS * 1000)
+            ready = dict(self._poller.poll(timeout))
+            if self._server in ready:
+                log.info("the inference server has ended")
+                return
+            for address in [address for address, pidfd in self._roles.items() if pidfd in ready]:
+                self._forget(address)
+            if self._socket in ready:
+                self._receive()
+            if self._engine.has_work:
+                self._step()
+            self._flush()
+            if time.monotonic() >= self._next_housekeeping:
+                self._housekeeping()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                address, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            for message in messages.decode_to_engine(frame):
+                self._handle(address[:-1], message)
+
+    def _handle(self, address: Address, message: Message) -> None:
+        match message:
+            case Generate():
+                self._generate(address, message)
+            case Step():
+                self._sessions.step(address, message)
+            case Propose():
+                self._sessions.propose(address, message)
+            case Cancel():
+                self._cancel(address, message.request)
+            case Hello():
+                self._roles[address] = os.pidfd_open(message.pid)
+                self._poller.register(self._roles[address], zmq.POLLIN)
+                self._send(address, Welcome(self._engine.rules.max_model_len))
+            case Bye():
+                self._forget(address)
+
+    def _generate(self, address: Address, message: Generate) -> None:
+        try:
+            params = SamplingParams.from_dict(message.params)
+            sequence = self._engine.new_sequence(message.token_ids, params)
+        except MtpError as error:
+            self._send(address, Failed(message.request, error.code, str(error)))
+            return
+        self._generations[sequence] = Generation(address, message)
+        self._engine.add(sequence)
+
+    def _cancel(self, address: Address, request: int) -> None:
+        for sequence, generation in self._generations.items():
+            if (generation.address, generation.message.request) == (address, request):
+                del self._generations[sequence]
+                self._engine.remove(sequence)
+                error = Cancelled("the request was cancelled")
+                self._send(address, Failed(request, error.code, str(error)))
+                return
+        self._sessions.cancel(address, request)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            log.exception("a step failed; the requests that were running end")
+            self._fail_all(MtpError("a step of the engine failed; see the server's log"))
+            return
+        for output in outputs:
+            if output.sequence in self._generations:
+                self._deliver(output)
+            else:
+                self._sessions.deliver(output)
+        self._sessions.deliver_drafts()
+
+    def _deliver(self, output: StepOutput) -> None:
+        sequence = output.sequence
+        generation = self._generations[sequence]
+        final = bool(sequence.finish_reason)
+        if final:
+            del self._generations[sequence]
+        elif not generation.message.stream:
+            return
+        text = sequence.text.take(final)
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + generation.sent :]
+        generation.sent = sequence.num_generated
+        answer = Generated(
+            generation.message.request,
+            text,
+            token_ids,
+            sequence.finish_reason,
+            sequence.num_prompt_tokens,
+            sequence.num_generated,
+            sequence.counters.num_spec_steps,
+            sequence.counters.num_draft_tokens,
+            sequence.counters.num_accepted_draft_tokens,
+        )
+        self._send(generation.address, answer)
+
+    def _fail_all(self, error: MtpError) -> None:
+        for sequence, generation in list(self._generations.items()):
+            self._engine.remove(sequence)
+            self._send(generation.address, Failed(generation.message.request, error.code, str(error)))
+        self._generations.clear()
+        self._sessions.fail_all(error)
+
+    def _forget(self, address: Address) -> None:
+        """A role has gone: nobody waits for its requests any more."""
+        pidfd = self._roles.pop(address, None)
+        if pidfd is not None:
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
+        for sequence in [s for s, generation in self._generations.items() if generation.address == address]:
+            del self._generations[sequence]
+            self._engine.remove(sequence)
+        self._sessions.drop(address)
+        self._last_role = time.monotonic()
+
+    def _housekeeping(self) -> None:
+        now = time.monotonic()
+        self._next_housekeeping = now + HOUSEKEEPING_SECONDS
+        self._sessions.expire()
+        if not self._roles and now - self._last_role > ORPHAN_SECONDS:
+            log.info("no role is using this engine")
+            self._running = False
+
+    def _send(self, address: Address, message: Message) -> None:
+        self._outbox[address].append(message)
+
+    def _flush(self) -> None:
+        for address, batch in self._outbox.items():
+            self._socket.send_multipart([address + b"r", messages.encode(batch)])
+        self._outbox.clear()
+
+
+def main() -> None:
+    """Entry of `python -m mtp_backend.serving.engine_process`."""
+    parser = argparse.ArgumentParser(description="Engine of the mtp backend; the backend starts it.")
+    parser.add_argument("--config", required=True, help="engine configuration, JSON")
+    parser.add_argument("--directory", required=True, help="rendezvous directory of this engine")
+    parser.add_argument("--server-pid", type=int, required=True, help="process to end with")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="mtp engine %(process)d: %(message)s", stream=sys.stderr)
+    rendezvous = Rendezvous(Path(arguments.directory))
+    # Ctrl-C in a terminal reaches the server, which then dismisses its engine.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        started = time.monotonic()
+        config = EngineConfig.from_json(arguments.config)
+        log.info("loading %s", config.model)
+        engine = Engine(config)
+    except MtpError as error:
+        rendezvous.report_failure(error)
+        log.error("%s", error)
+        sys.exit(1)
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(rendezvous.address)
+    process = EngineProcess(engine, socket, arguments.server_pid)
+    signal.signal(signal.SIGTERM, process.stop)
+    rendezvous.announce()
+    log.info(
+        "ready in %.1f s: %s, k = %d, %d blocks of %d tokens",
+        time.monotonic() - started,
+        config.model,
+        config.num_drafts,
+        engine.pool.num_blocks,
+        config.block_size,
+    )
+    process.run()
+    socket.close()
+    rendezvous.withdraw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What the roles and the engine process say to each other: msgpack over a local socket.
+
+A frame is a list of messages. `request` is a number that the role chose; every request is answered by messages with
+the same number, the last of which is marked by its type or by `final`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SequenceId = int | str
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+# Role → engine
+
+
+class Hello(Message):
+    """First message of a role: its process, so that the engine notices when it dies."""
+
+    pid: int
+
+
+class Bye(Message):
+    """Last message of a role."""
+
+
+class Generate(Message):
+    """Generate a whole text."""
+
+    request: int
+    token_ids: list[int]
+    params: dict[str, Any]
+    stream: bool
+
+
+class Step(Message):
+    """Verify and commit one step of a sequence. None: the client did not give the field."""
+
+    request: int
+    sequence: SequenceId
+    start: bool
+    end: bool
+    token_ids: list[int] | None
+    draft_ids: list[int] | None
+    step: int | None
+    params: dict[str, Any] | None
+
+
+class Propose(Message):
+    """Propose the drafts of a sequence's next step."""
+
+    request: int
+    sequence: SequenceId
+    epoch: int
+
+
+class Cancel(Message):
+    """Forget a request; a client-paced sequence whose step it is ends."""
+
+    request: int
+
+
+# Engine → role
+
+
+class Welcome(Message):
+    """Answer to Hello: the longest sequence, prompt and output together, in tokens."""
+
+    max_model_len: int
+
+
+class Generated(Message):
+    """New text of a Generate request; with `stream` false the one answer. Counters are totals so far."""
+
+    request: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+    @property
+    def final(self) -> bool:
+        """Whether the request is finished."""
+        return bool(self.finish_reason)
+
+
+class Stepped(Message):
+    """Answer to Step."""
+
+    request: int
+    token_ids: list[int]
+    text: str
+    num_accepted: int
+    sequence_length: int
+    finish_reason: str
+    step: int
+    epoch: int
+
+    final = True
+
+
+class Proposed(Message):
+    """Answer to Propose."""
+
+    request: int
+    draft_ids: list[int]
+
+    final = True
+
+
+class Failed(Message):
+    """The request failed; `code` is a gRPC status name."""
+
+    request: int
+    code: str
+    message: str
+
+    final = True
+
+
+ToEngine = Hello | Bye | Generate | Step | Propose | Cancel
+FromEngine = Welcome | Generated | Stepped | Proposed | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode
+decode_from_engine = msgspec.msgpack.Decoder(list[FromEngine]).decode

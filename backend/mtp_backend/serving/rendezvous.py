@@ -1,0 +1,112 @@
+"""Where the roles of one server find their engine: a private directory with a lock, a process id and a socket."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from mtp_backend.errors import MtpError, Unavailable, from_code
+
+POLL_SECONDS = 0.02
+
+
+class Rendezvous:
+    """The directory of one engine."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.address = f"ipc://{directory}/engine.sock"
+        self._pid_file = directory / "engine.pid"
+        self._failure_file = directory / "failure.json"
+        self._held: TextIO | None = None
+
+    @classmethod
+    def of_server(cls, server_pid: int, config: Path) -> Rendezvous:
+        """The rendezvous of the roles that one inference server runs with one engine configuration."""
+        name = hashlib.sha256(str(config.resolve()).encode()).hexdigest()[:12]
+        return cls(Path(tempfile.gettempdir()) / f"mtp-{os.getuid()}-{server_pid}-{name}")
+
+    def engine_pid(self) -> int | None:
+        """Process id of the engine that has announced itself and still runs."""
+        try:
+            with open(self._pid_file) as file:
+                # The engine holds this lock as long as it lives; a process id alone may belong to another by now.
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return int(file.read())
+        except FileNotFoundError:
+            pass
+        return None
+
+    def ensure_engine(self, config: Path, server_pid: int) -> int:
+        """Starts the engine unless it runs; roles that come at the same time wait for the one that starts it.
+
+        Returns:
+            The engine's process id.
+
+        Raises:
+            MtpError: the engine could not start; the error is the engine's own.
+        """
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        with self._locked():
+            pid = self.engine_pid()
+            return pid if pid is not None else self._start(config, server_pid)
+
+    def announce(self) -> None:
+        """Called by the engine when it answers on its socket."""
+        temporary = self._pid_file.with_suffix(".new")
+        self._held = open(temporary, "w")
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._held.write(str(os.getpid()))
+        self._held.flush()
+        temporary.rename(self._pid_file)
+
+    def withdraw(self) -> None:
+        """Called by the engine at its end."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def report_failure(self, error: MtpError) -> None:
+        """Called by an engine that cannot start."""
+        self._failure_file.write_text(json.dumps([error.code, str(error)]))
+
+    def _start(self, config: Path, server_pid: int) -> int:
+        self._pid_file.unlink(missing_ok=True)
+        self._failure_file.unlink(missing_ok=True)
+        command = [_python(), "-m", "mtp_backend.serving.engine_process", "--config", str(config)]
+        command += ["--directory", str(self.directory), "--server-pid", str(server_pid)]
+        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment())
+        while self.engine_pid() != engine.pid:
+            if engine.poll() is not None:
+                if self._failure_file.exists():
+                    raise from_code(*json.loads(self._failure_file.read_text()))
+                raise Unavailable(f"the engine process ended with code {engine.returncode} while starting")
+            time.sleep(POLL_SECONDS)
+        return engine.pid
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self.directory / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _python() -> str:
+    """The interpreter of this environment; inside the server's stub `sys.executable` may be empty."""
+    return sys.executable or shutil.which("python3") or "python3"
+
+
+def _environment() -> dict[str, str]:
+    """Threads of the tensor library stay on their processors: unbound ones collapse when anything else runs."""
+    return {"OMP_PROC_BIND": "true", "OMP_WAIT_POLICY": "passive", **os.environ}

@@ -1,0 +1,89 @@
+"""Making a Triton model repository from templates and values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import tomllib
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from mtp_backend.config import EngineConfig
+from mtp_backend.errors import InvalidArgument
+
+ENGINE_FILE = "engine.json"
+
+
+def create_repository(templates: Path, values_file: Path, overrides: dict[str, str], output: Path) -> None:
+    """Fills every template with the values and writes the repository, complete or not at all.
+
+    Args:
+        templates: folder with engine.json and MODEL/config.pbtxt, in which ${name} stands for a value.
+        values_file: TOML file with one value for each name.
+        overrides: name → value as text, in place of the file's.
+        output: folder to make; it must not exist or be empty.
+
+    Raises:
+        InvalidArgument: a name without value, a value without name, a wrong value, or an output that is in use.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InvalidArgument("output", str(output), "a folder that does not exist or is empty")
+    files = {path.relative_to(templates): path.read_text(encoding="utf-8") for path in sorted(_templates(templates))}
+    values = _values(values_file, overrides)
+    wanted = {name for text in files.values() for name in Template(text).get_identifiers()}
+    for name in sorted(wanted - values.keys()):
+        raise InvalidArgument(name, None, f"a value for the template's ${{{name}}} in {values_file} or by --set")
+    for name in sorted(values.keys() - wanted):
+        raise InvalidArgument(name, values[name], "not a value of the templates; known: " + ", ".join(sorted(wanted)))
+    filled = {path: Template(text).substitute(values) for path, text in files.items()}
+    _check_engine(filled[Path(ENGINE_FILE)])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=".repository-"))
+    try:
+        for path, text in filled.items():
+            target = temporary / path
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            if path.parent != Path():
+                (target.parent / "1").mkdir()
+        temporary.chmod(0o755)
+        temporary.rename(output)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _templates(folder: Path) -> list[Path]:
+    found = [folder / ENGINE_FILE, *folder.glob("*/config.pbtxt")]
+    if not found[0].is_file() or len(found) == 1:
+        raise InvalidArgument("templates", str(folder), f"a folder with {ENGINE_FILE} and MODEL/config.pbtxt files")
+    return found
+
+
+def _values(file: Path, overrides: dict[str, str]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidArgument("values", str(file), f"a readable TOML file ({error})") from error
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise InvalidArgument(name, value, "a number or a text")
+    # The repository may lie anywhere, so the checkpoint's path becomes absolute.
+    for chosen, folder in ((values, file.parent), (overrides, Path())):
+        if isinstance(chosen.get("model"), str):
+            chosen = chosen | {"model": str((folder / chosen["model"]).resolve())}
+        values = values | chosen
+    return values
+
+
+def _check_engine(text: str) -> None:
+    """Refuses values that the engine would refuse."""
+    try:
+        parsed = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(ENGINE_FILE, text, f"valid JSON when filled ({error})") from error
+    config = EngineConfig.from_dict(parsed)
+    if not Path(config.model).is_dir():
+        raise InvalidArgument("model", config.model, "an existing checkpoint directory")

@@ -1,0 +1,36 @@
+"""Role draft: the MTP layer proposes the drafts of a sequence's next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.serving import triton_io
+from mtp_backend.serving.messages import Propose, Proposed
+from mtp_backend.serving.roles.role import Role, Submission, TritonReply
+
+
+class DraftReply(TritonReply):
+    """Sends the drafts."""
+
+    def answer(self, message: Proposed) -> None:
+        drafts = triton_io.tensor("next_draft_ids", message.draft_ids, np.int64, (1, -1))
+        triton_io.send(self.sender, [drafts], final=True)
+
+
+class DraftRole(Role):
+    """Takes the sequence id from the request and the epoch from main's answer."""
+
+    def submission(self, request: Any) -> Submission | None:
+        reply = DraftReply(request)
+        if request.flags() & triton_io.END:
+            # main has ended the sequence; there is no next step to draft for.
+            reply.answer(Proposed(0, []))
+            return None
+        epoch = triton_io.scalar(request, "epoch")
+        if epoch is None:
+            raise InvalidArgument("epoch", None, "the epoch of main's answer")
+        sequence = request.correlation_id()
+        return lambda number: Propose(number, sequence, epoch), reply

@@ -1,0 +1,57 @@
+"""Role main: verifies the drafts of a sequence and commits tokens. One request is one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.serving import triton_io
+from mtp_backend.serving.messages import Step, Stepped
+from mtp_backend.serving.roles.role import Role, Submission, TritonReply
+
+
+class MainReply(TritonReply):
+    """Sends a step's outcome."""
+
+    def answer(self, message: Stepped) -> None:
+        triton_io.send(
+            self.sender,
+            [
+                triton_io.tensor("output_ids", message.token_ids, np.int64, (1, -1)),
+                triton_io.tensor("text_output", message.text.encode(), object, (1, 1)),
+                triton_io.tensor("num_accepted", message.num_accepted, np.int32, (1, 1)),
+                triton_io.tensor("sequence_length", message.sequence_length, np.int32, (1, 1)),
+                triton_io.tensor("finish_reason", message.finish_reason.encode(), object, (1, 1)),
+                triton_io.tensor("current_step", message.step, np.int64, (1, 1)),
+                triton_io.tensor("epoch", message.epoch, np.int64, (1, 1)),
+            ],
+            final=True,
+        )
+
+
+class MainRole(Role):
+    """Reads the sequence id and the START and END flags from the request itself.
+
+    A declared CORRID control input would let a long string id crash servers before 25.01.
+    """
+
+    def submission(self, request: Any) -> Submission:
+        flags = request.flags()
+        start, end = bool(flags & triton_io.START), bool(flags & triton_io.END)
+        sequence = request.correlation_id()
+        token_ids = triton_io.integers(request, "input_ids")
+        text = triton_io.scalar(request, "text_input")
+        if token_ids and text:
+            raise InvalidArgument("text_input", text, "nothing beside input_ids")
+        if text:
+            token_ids = self.tokenize("text_input", text, start=start)
+        draft_ids = triton_io.integers(request, "draft_ids")
+        step = triton_io.scalar(request, "step")
+        parameters = triton_io.scalar(request, "sampling_parameters")
+        params = triton_io.json_object("sampling_parameters", parameters) if parameters else None
+        return (
+            lambda number: Step(number, sequence, start, end, token_ids, draft_ids, step, params),
+            MainReply(request),
+        )

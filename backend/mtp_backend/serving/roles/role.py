@@ -1,0 +1,124 @@
+"""What all roles share: reading the model's configuration, the connection to the engine, and answering."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mtp_backend.config import EngineConfig
+from mtp_backend.engine.tokenizer import load_tokenizer
+from mtp_backend.errors import InvalidArgument, MtpError
+from mtp_backend.serving import triton_io
+from mtp_backend.serving.engine_client import EngineClient
+from mtp_backend.serving.messages import Message
+
+Submission = tuple[Callable[[int], Message], "TritonReply"]
+
+
+class TritonReply(ABC):
+    """Sends the engine's answers to one Triton request. Implements `engine_client.Reply`."""
+
+    def __init__(self, request: Any) -> None:
+        self.sender = request.get_response_sender()
+
+    @abstractmethod
+    def answer(self, message: Message) -> None:
+        """Sends one answer."""
+
+    def fail(self, error: MtpError) -> None:
+        """Sends the error that ends the request."""
+        triton_io.send_error(self.sender, error)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has withdrawn the request."""
+        return self.sender.is_cancelled()
+
+
+class Role(ABC):
+    """One model of the repository.
+
+    Requests are answered from the engine client's thread, each as soon as it is done; `execute` only passes them on.
+    So one slow request never holds up another, and the engine, not the server, forms the device batch.
+
+    Args:
+        arguments: Triton's `initialize` arguments.
+
+    Raises:
+        MtpError: a parameter is missing or wrong, or the engine cannot start.
+    """
+
+    def __init__(self, arguments: dict[str, str]) -> None:
+        parameters = json.loads(arguments["model_config"])["parameters"]
+        config_file = _engine_config(parameters, Path(arguments["model_repository"]))
+        self._tokenizer = load_tokenizer(Path(EngineConfig.from_json(config_file).model))
+        self.client = EngineClient(config_file, os.getppid())
+        vocabulary = self._tokenizer.get_vocab() if self._tokenizer else {}
+        self._longest_token = max(map(len, vocabulary), default=0)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Passes a batch of requests to the engine in one frame."""
+        submissions = []
+        for request in requests:
+            try:
+                submission = self.submission(request)
+            except MtpError as error:
+                triton_io.send_error(request.get_response_sender(), error)
+            else:
+                if submission is not None:
+                    submissions.append(submission)
+        self.client.submit(submissions)
+
+    def finalize(self) -> None:
+        """Takes leave of the engine."""
+        self.client.close()
+
+    @abstractmethod
+    def submission(self, request: Any) -> Submission | None:
+        """What to ask the engine for a request, and where its answers go; None if it has been answered.
+
+        Raises:
+            MtpError: the request is wrong.
+        """
+
+    def tokenize(self, field: str, text: str, *, start: bool = True) -> list[int]:
+        """Text to token ids; `start` adds the special tokens that a text begins with.
+
+        Raises:
+            InvalidArgument: the text cannot fit the model's limit, or the checkpoint has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise InvalidArgument(field, text, "nothing: the checkpoint has no tokenizer.json; give input_ids")
+        # Tokenising takes time in proportion to the text, so refuse first what no tokenisation can make fit.
+        limit = self.client.max_model_len * self._longest_token
+        if len(text) > limit:
+            raise InvalidArgument(field, f"{len(text)} characters", f"at most {limit} characters")
+        return self._tokenizer.encode(text, add_special_tokens=start).ids
+
+
+def role_for(arguments: dict[str, str]) -> Role:
+    """Makes the role that a model's configuration names."""
+    from mtp_backend.serving.roles.draft import DraftRole
+    from mtp_backend.serving.roles.generate import GenerateRole
+    from mtp_backend.serving.roles.main import MainRole
+
+    roles = {"main": MainRole, "draft": DraftRole, "generate": GenerateRole}
+    parameters = json.loads(arguments["model_config"])["parameters"]
+    name = parameters.get("role", {}).get("string_value")
+    if name not in roles:
+        raise InvalidArgument("parameters.role", name, "one of " + ", ".join(sorted(roles)))
+    return roles[name](arguments)
+
+
+def _engine_config(parameters: dict[str, Any], model_directory: Path) -> Path:
+    """The engine configuration file; a relative path starts at the folder of the model repository."""
+    value = parameters.get("engine_config", {}).get("string_value")
+    if not value:
+        raise InvalidArgument("parameters.engine_config", value, "the path of an engine configuration file")
+    path = model_directory.parent / value
+    if not path.is_file():
+        raise InvalidArgument("parameters.engine_config", str(path), "an existing file")
+    return path

@@ -1,0 +1,96 @@
+"""Tensors of Triton requests and responses. Only this file and the roles know Triton's Python interface."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from mtp_backend.errors import InvalidArgument, MtpError
+
+# Bits of Triton's C interface. `pb_utils` gets its own names for them only after this file is imported.
+START, END = 1, 2  # request.flags()
+FINAL = 1  # flag of the last response
+
+_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "NOT_FOUND": "NOT_FOUND", "UNAVAILABLE": "UNAVAILABLE", "CANCELLED": "CANCELLED"}
+
+
+def array(request: Any, name: str) -> np.ndarray | None:
+    """An input as a flat array, None if the request does not have it."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy().reshape(-1)
+
+
+def integers(request: Any, name: str) -> list[int] | None:
+    """An integer input of any length."""
+    values = array(request, name)
+    return None if values is None else values.tolist()
+
+
+def scalar(request: Any, name: str) -> Any | None:
+    """An input of exactly one value, as a Python number, bool or text.
+
+    Raises:
+        InvalidArgument: another number of values, or bytes that are not UTF-8.
+    """
+    values = array(request, name)
+    if values is None:
+        return None
+    if values.size != 1:
+        raise InvalidArgument(name, f"{values.size} values", "1 value")
+    return text(name, values[0]) if values.dtype == object else values[0].item()
+
+
+def texts(request: Any, name: str) -> list[str] | None:
+    """A text input of any length."""
+    values = array(request, name)
+    return None if values is None else [text(name, value) for value in values]
+
+
+def text(name: str, value: bytes | str) -> str:
+    """One element of a BYTES tensor."""
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidArgument(name, value, "UTF-8 text") from None
+
+
+def json_object(name: str, value: str | None) -> dict[str, Any] | None:
+    """Parses a JSON object.
+
+    Raises:
+        InvalidArgument: not JSON, or not an object.
+    """
+    if value is None:
+        return None
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise InvalidArgument(name, value, f"a JSON object ({error})") from None
+    if not isinstance(parsed, dict):
+        raise InvalidArgument(name, value, "a JSON object")
+    return parsed
+
+
+def tensor(name: str, values: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """An output tensor."""
+    return pb_utils.Tensor(name, np.array(values, dtype=dtype).reshape(shape))
+
+
+def send(sender: Any, tensors: list[Any], final: bool) -> None:
+    """Sends one response."""
+    sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=FINAL if final else 0)
+
+
+def send_error(sender: Any, error: MtpError) -> None:
+    """Sends the error that ends a request.
+
+    HTTP answers every error of a decoupled model with status 400, so the message names the code as well.
+    """
+    code = getattr(pb_utils.TritonError, _CODES.get(error.code, "INTERNAL"))
+    message = str(error) if error.code == "INVALID_ARGUMENT" else f"{error.code}: {error}"
+    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=FINAL)

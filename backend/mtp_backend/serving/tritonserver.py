@@ -1,0 +1,120 @@
+"""The Triton server: where its binary lies, the backend directory that it needs, and its command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import stat
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtp_backend.errors import MtpError
+
+# python-based backends need copies: the server refuses a library that a link leads out of the backend directory.
+RUNTIME = ("libtriton_python.so", "triton_python_backend_utils.py")
+STUB = "triton_python_backend_stub"
+LAUNCHER = """#!/bin/sh
+# Runs the Triton server with this environment's Python and with the mtp backend.
+PATH="{bin}:$PATH" LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" \\
+  exec "{server}" --backend-directory="{backends}" "$@"
+"""
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """Files of a Triton installation.
+
+    Attributes:
+        binary: the tritonserver program.
+        backend: folder with the Python backend's runtime.
+        stub: the program that runs Python models, built for this interpreter's version.
+        libraries: folders for the library path.
+    """
+
+    binary: Path
+    backend: Path
+    stub: Path
+    libraries: list[Path]
+
+
+def locate() -> ServerFiles:
+    """Finds the server that TRITONSERVER_BIN names, else the one in the nvidia-pytriton package.
+
+    Raises:
+        MtpError: a part is missing; the message says what to install.
+    """
+    python_library = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    chosen = os.environ.get("TRITONSERVER_BIN")
+    if chosen:
+        binary = Path(chosen)
+        backend = binary.parent.parent / "backends" / "python"
+        files = ServerFiles(binary, backend, backend / STUB, [python_library])
+    else:
+        package = importlib.util.find_spec("pytriton")
+        if package is None or not package.submodule_search_locations:
+            raise MtpError("no Triton server: install nvidia-pytriton==0.7.0, or set TRITONSERVER_BIN")
+        root = Path(package.submodule_search_locations[0])
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        files = ServerFiles(
+            root / "tritonserver" / "bin" / "tritonserver",
+            root / "tritonserver" / "backends" / "python",
+            root / "tritonserver" / "python_backend_stubs" / version / STUB,
+            [root.parent / "nvidia_pytriton.libs", python_library],
+        )
+    for path in (files.binary, files.stub, *(files.backend / name for name in RUNTIME)):
+        if not path.is_file():
+            raise MtpError(f"no Triton server: {path} is missing")
+    return files
+
+
+def install(directory: Path) -> Path:
+    """Lays out a backend directory with the mtp backend, and a launcher that runs the server with it.
+
+    Args:
+        directory: made if needed; what it holds of an earlier installation is replaced.
+
+    Returns:
+        The launcher, `directory`/tritonserver, to be called with the server's own options.
+    """
+    files = locate()
+    backends = directory / "backends"
+    shutil.rmtree(backends, ignore_errors=True)
+    (backends / "python").mkdir(parents=True)
+    (backends / "mtp").mkdir()
+    for name in RUNTIME:
+        shutil.copy(files.backend / name, backends / "python")
+    shutil.copy(files.stub, backends / "python")
+    _make_executable(backends / "python" / STUB)
+    shutil.copy(Path(__file__).resolve().parents[2] / "model.py", backends / "mtp" / "model.py")
+    launcher = directory / "tritonserver"
+    launcher.write_text(
+        LAUNCHER.format(
+            bin=Path(sys.prefix) / "bin",
+            libraries=":".join(map(str, files.libraries)),
+            server=files.binary,
+            backends=backends.resolve(),
+        )
+    )
+    _make_executable(launcher)
+    return launcher
+
+
+def arguments(repository: Path, host: str, http_port: int, grpc_port: int, metrics_port: int) -> list[str]:
+    """The server's options: one address for all ports, no model control, models checked at start."""
+    return [
+        f"--model-repository={repository}",
+        f"--http-address={host}",
+        f"--http-port={http_port}",
+        f"--grpc-address={host}",
+        f"--grpc-port={grpc_port}",
+        f"--metrics-address={host}",
+        f"--metrics-port={metrics_port}",
+        "--model-control-mode=none",
+    ]
+
+
+def _make_executable(path: Path) -> None:
+    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

@@ -1,0 +1,84 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Literal
+
+from mtp_client import tensors
+from mtp_client.errors import ServerError
+from mtp_client.sequence import AsyncSequence
+from mtp_client.state import SequenceState
+from mtp_client.transports import AsyncTransport, default_url
+from mtp_client.transports.grpc import AsyncGrpcTransport
+from mtp_client.transports.http import AsyncHttpTransport
+from mtp_client.types import Chunk, Drafter, Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TRANSPORTS: dict[str, type[AsyncTransport]] = {"grpc": AsyncGrpcTransport, "http": AsyncHttpTransport}
+
+
+class AsyncClient:
+    """`Client` for asyncio; same arguments and errors. Create it inside the running loop."""
+
+    def __init__(
+        self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", timeout: float = 60.0
+    ) -> None:
+        self._timeout = timeout
+        self._transport = _TRANSPORTS[protocol](url or default_url(protocol), timeout)
+
+    async def generate(self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]) -> Generation:
+        """See `Client.generate`. Cancelling the task cancels the request."""
+        inputs = tensors.generate_inputs(prompt, False, params)
+        return tensors.read_generation(await self._transport.generate(model, inputs))
+
+    def stream(
+        self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]
+    ) -> AsyncGenerator[Chunk, None]:
+        """See `Client.stream`.
+
+        Leaving an `async for` early does not close its iterator: use `contextlib.aclosing`, or
+        call `aclose()`, to cancel the request at once.
+        """
+        inputs = tensors.generate_inputs(prompt, True, params)
+
+        async def chunks() -> AsyncGenerator[Chunk, None]:
+            async with aclosing(self._transport.stream(model, inputs)) as answers:
+                finish_reason = ""
+                async for outputs in answers:
+                    chunk = tensors.read_chunk(outputs)
+                    finish_reason = chunk.finish_reason
+                    yield chunk
+            if not finish_reason:
+                raise ServerError("the stream ended without a finish_reason")
+
+        return chunks()
+
+    def sequence(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        sequence_id: int | str | None = None,
+        draft: Drafter | None = None,
+        model: str = "speculative",
+        **params: Unpack[SamplingParams],
+    ) -> AsyncSequence:
+        """See `Client.sequence`."""
+        state = SequenceState(model, prompt, sequence_id, draft, params)
+        return AsyncSequence(self._transport, state, self._timeout)
+
+    async def is_ready(self, model: str | None = None) -> bool:
+        """See `Client.is_ready`."""
+        return await self._transport.is_ready(model)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()

@@ -1,0 +1,107 @@
+"""The command `mtp-client`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mtp_client.client import Client
+from mtp_client.errors import InvalidArgument, MtpError
+from mtp_client.types import Chunk, Generation, Step
+
+_EXIT_CODES = "exit codes: 0 done; 1 the server failed, is not ready or cannot be reached; 2 wrong arguments"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        with Client(args.url, args.protocol) as client:
+            return args.run(client, args)
+    except InvalidArgument as error:
+        return _fail(error, 2)
+    except MtpError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument("--url", help="host:port; default 127.0.0.1:8001 (grpc), 127.0.0.1:8000 (http)")
+    server.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
+    server.add_argument("--model", help="model of the server; default: the command's own")
+    server.add_argument("--json", action="store_true", help="print JSON, one object a line")
+
+    sampling = argparse.ArgumentParser(add_help=False)
+    sampling.add_argument("prompt")
+    sampling.add_argument("--max-tokens", type=int)
+    sampling.add_argument("--temperature", type=float, help="0 is greedy (default)")
+    sampling.add_argument("--top-k", type=int)
+    sampling.add_argument("--top-p", type=float)
+    sampling.add_argument("--min-p", type=float)
+    sampling.add_argument("--seed", type=int)
+    sampling.add_argument("--stop", action="append", help="stop string; may be given several times")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None)
+
+    parser = argparse.ArgumentParser("mtp-client", description="Client of mtp_backend.", epilog=_EXIT_CODES)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", parents=[server, sampling], help="generate text")
+    generate.add_argument("--stream", action="store_true", help="print the text as it is made")
+    generate.set_defaults(run=_generate)
+    sequence = commands.add_parser("sequence", parents=[server, sampling], help="generate step by step")
+    sequence.set_defaults(run=_sequence)
+    health = commands.add_parser("health", parents=[server], help="is the server ready?")
+    health.set_defaults(run=_health)
+    return parser
+
+
+def _request(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+    request = {name: getattr(args, name) for name in names}
+    return request | ({"model": args.model} if args.model else {})
+
+
+def _generate(client: Client, args: argparse.Namespace) -> int:
+    if not args.stream:
+        generation = client.generate(args.prompt, **_request(args))
+        print(_to_json(generation) if args.json else generation.text)
+        return 0
+    for chunk in client.stream(args.prompt, **_request(args)):
+        print(_to_json(chunk) if args.json else chunk.text, end="\n" if args.json else "", flush=True)
+    if not args.json:
+        print()
+    return 0
+
+
+def _sequence(client: Client, args: argparse.Namespace) -> int:
+    with client.sequence(args.prompt, **_request(args)) as sequence:
+        for step in sequence:
+            line = f"{step.step:4d}  {step.num_accepted}/{step.num_drafted}  {step.text!r}"
+            print(_to_json(step) if args.json else line, flush=True)
+        rate = sequence.num_accepted / max(sequence.num_drafted, 1)
+        if args.json:
+            print(json.dumps({"text": sequence.text, "acceptance_rate": rate}, ensure_ascii=False))
+        else:
+            print(sequence.text)
+            print(f"accepted {sequence.num_accepted} of {sequence.num_drafted} draft tokens ({rate:.1%})")
+    return 0
+
+
+def _health(client: Client, args: argparse.Namespace) -> int:
+    ready = client.is_ready(args.model)
+    print(json.dumps({"ready": ready}) if args.json else "ready" if ready else "not ready")
+    return 0 if ready else 1
+
+
+def _to_json(answer: Generation | Chunk | Step) -> str:
+    return json.dumps(asdict(answer), ensure_ascii=False)
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"mtp-client: {' '.join(str(error).split())}", file=sys.stderr)
+    return code

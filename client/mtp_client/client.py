@@ -1,0 +1,93 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from typing import TYPE_CHECKING, Literal
+
+from mtp_client import tensors
+from mtp_client.errors import ServerError
+from mtp_client.sequence import Sequence
+from mtp_client.state import SequenceState
+from mtp_client.transports import Transport, default_url
+from mtp_client.transports.grpc import GrpcTransport
+from mtp_client.transports.http import HttpTransport
+from mtp_client.types import Chunk, Drafter, Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TRANSPORTS: dict[str, type[Transport]] = {"grpc": GrpcTransport, "http": HttpTransport}
+
+
+class Client:
+    """A connection to a server. Thread-safe; a context manager.
+
+    `url`: host:port, by default 127.0.0.1:8001 (grpc) or 127.0.0.1:8000 (http).
+    `timeout`: seconds to wait for each answer: a whole generation, one chunk of a stream, one
+    step of a sequence.
+    """
+
+    def __init__(
+        self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", timeout: float = 60.0
+    ) -> None:
+        self._timeout = timeout
+        self._transport = _TRANSPORTS[protocol](url or default_url(protocol), timeout)
+
+    def generate(self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]) -> Generation:
+        """Generates the whole answer. Raises MtpError; TypeError for an unknown parameter."""
+        inputs = tensors.generate_inputs(prompt, False, params)
+        return tensors.read_generation(self._transport.generate(model, inputs))
+
+    def stream(
+        self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]
+    ) -> Generator[Chunk, None, None]:
+        """Yields the answer as it is made. Closing the iterator cancels the request.
+
+        Nothing is sent before the first chunk is asked for. Raises as `generate`.
+        """
+        inputs = tensors.generate_inputs(prompt, True, params)
+
+        def chunks() -> Generator[Chunk, None, None]:
+            with closing(self._transport.stream(model, inputs)) as answers:
+                finish_reason = ""
+                for outputs in answers:
+                    chunk = tensors.read_chunk(outputs)
+                    finish_reason = chunk.finish_reason
+                    yield chunk
+            if not finish_reason:
+                raise ServerError("the stream ended without a finish_reason")
+
+        return chunks()
+
+    def sequence(
+        self,
+        prompt: str | Iterable[int],
+        *,
+        sequence_id: int | str | None = None,
+        draft: Drafter | None = None,
+        model: str = "speculative",
+        **params: Unpack[SamplingParams],
+    ) -> Sequence:
+        """A sequence that the caller steps through; use it as a context manager.
+
+        `prompt`: text or token ids. `sequence_id`: random by default; must be unique on the
+        server. `draft`: called before each step but the first, see `Drafter`.
+        Nothing is sent before the first step.
+        """
+        state = SequenceState(model, prompt, sequence_id, draft, params)
+        return Sequence(self._transport, state, self._timeout)
+
+    def is_ready(self, model: str | None = None) -> bool:
+        """Whether the server (and `model`, if given) answers requests; False if unreachable."""
+        return self._transport.is_ready(model)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

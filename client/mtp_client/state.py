@@ -1,0 +1,128 @@
+"""What a sequence sends next and what an answer means, without I/O."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtp_client import tensors
+from mtp_client.errors import DeadlineExceeded, InvalidArgument, MtpError, SequenceLost, ServerError, Unavailable
+from mtp_client.types import Drafter, SequenceRequest, Step
+
+_MAX_ID = 2**63 - 1  # ids travel as int64
+_MAX_ID_LENGTH = 128  # characters; Triton refuses longer ones
+
+
+class SequenceState:
+    """The client's half of a sequence.
+
+    A step's request stays pending until its answer is known. Its number makes it safe to send
+    again: the server answers a step that it has already done with the same answer.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompt: str | Iterable[int],
+        sequence_id: int | str | None,
+        draft: Drafter | None,
+        params: Mapping[str, Any],
+    ) -> None:
+        self.sequence_id = _checked_id(sequence_id)
+        self.steps: list[Step] = []
+        self.token_ids: list[int] = []
+        self.finish_reason = ""
+        self._model = model
+        self._prompt = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        self._sampling = tensors.sampling_json(params)
+        self._draft = draft
+        self._pending: SequenceRequest | None = None
+        self._repeated = False
+        self._started = False
+        self._lost = False
+        self._ended = False
+
+    def next(
+        self,
+        input_ids: Iterable[int] | None = None,
+        text: str | None = None,
+        draft_ids: Iterable[int] | None = None,
+    ) -> SequenceRequest:
+        """The request of the next step, or the pending one again."""
+        if self._lost:
+            raise SequenceLost(f"sequence {self.sequence_id} is lost; start a new one")
+        if self._ended:
+            raise InvalidArgument(f"sequence {self.sequence_id} is closed")
+        self._repeated = False
+        number = len(self.steps)
+        if self._pending is not None:
+            if not (input_ids is text is draft_ids is None):
+                raise InvalidArgument(f"the answer to step {number} is missing: repeat it first, with step()")
+            return self._pending
+        if number and draft_ids is None and self._draft is not None:
+            draft_ids = self._draft(list(self.token_ids))
+        given: dict[str, Any] = {"input_ids": input_ids, "text": text}
+        if number == 0:
+            if not (input_ids is text is None):
+                raise InvalidArgument("input_ids, text: the first step takes the prompt of the sequence")
+            given = {**self._prompt, "sampling": self._sampling}
+        inputs = tensors.sequence_inputs(number, draft_ids=draft_ids, **given)
+        self._pending = SequenceRequest(self._model, self.sequence_id, inputs, start=number == 0)
+        self._started = True
+        return self._pending
+
+    def accept(self, outputs: tensors.Outputs) -> Step:
+        """Takes the answer to the pending request."""
+        step = tensors.read_step(outputs, self._num_drafted())
+        if step.step != len(self.steps):
+            raise ServerError(f"asked for step {len(self.steps)}, got the answer of step {step.step}")
+        self._pending = None
+        self.steps.append(step)
+        self.token_ids += step.token_ids
+        self.finish_reason = step.finish_reason
+        return step
+
+    def may_repeat(self, error: MtpError) -> bool:
+        """Takes a failure of the pending request; True: send it again (at most once)."""
+        if isinstance(error, SequenceLost):
+            self._lost = True
+        if isinstance(error, InvalidArgument):
+            self._pending = None
+        repeat = isinstance(error, (Unavailable, DeadlineExceeded)) and not self._repeated
+        self._repeated = True
+        return repeat
+
+    def end(self) -> SequenceRequest | None:
+        """The END request; None when the server has nothing to end. Closes the sequence."""
+        needed = self._started and not self._lost and not self._ended
+        self._ended = True
+        if not needed:
+            return None
+        return SequenceRequest(self._model, self.sequence_id, tensors.sequence_inputs(-1), end=True)
+
+    def _num_drafted(self) -> int:
+        """Draft tokens that the pending step verifies."""
+        assert self._pending is not None
+        inputs = self._pending.inputs
+        if "draft_ids" in inputs:
+            return inputs["draft_ids"].size
+        # Appended tokens make the held draft a continuation of another text.
+        if not self.steps or "input_ids" in inputs or "text_input" in inputs:
+            return 0
+        return len(self.steps[-1].draft_ids)
+
+
+def _checked_id(sequence_id: int | str | None) -> int | str:
+    """Random unless given: clients that count from 1 meet each other's sequences."""
+    if sequence_id is None:
+        return secrets.randbelow(_MAX_ID) + 1
+    if isinstance(sequence_id, str):
+        valid = 0 < len(sequence_id) <= _MAX_ID_LENGTH
+    else:
+        valid = isinstance(sequence_id, int) and 0 < sequence_id <= _MAX_ID
+    if not valid:
+        raise InvalidArgument(
+            f"sequence_id: value {sequence_id!r}; allowed 1..2**63-1, or a string of 1..{_MAX_ID_LENGTH} characters"
+        )
+    return sequence_id

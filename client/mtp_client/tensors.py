@@ -1,0 +1,127 @@
+"""Request tensors and the reading of answers, the same for every transport.
+
+Wire shapes: `generate` has no batch dimension ([1], outputs [n]); the sequence models have
+one ([1, n]).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mtp_client.errors import ServerError
+from mtp_client.types import Chunk, Generation, SamplingParams, Step
+
+# Numpy arrays (gRPC, binary HTTP) or JSON scalars and lists (generate over HTTP).
+Outputs = Mapping[str, Any]
+
+
+def string(value: str, *, shape: tuple[int, ...]) -> np.ndarray:
+    """BYTES tensor that holds one string."""
+    return np.full(shape, value, dtype=np.object_)
+
+
+def ids(values: Iterable[int]) -> np.ndarray:
+    """INT64 tensor [1, n] of token ids; n may be 0."""
+    return np.asarray(list(values), dtype=np.int64).reshape(1, -1)
+
+
+def sampling_json(params: Mapping[str, Any]) -> str | None:
+    """The `sampling_parameters` JSON, or None when nothing is set. None values are left out.
+
+    Raises TypeError naming an argument that is no sampling parameter.
+    """
+    known = SamplingParams.__annotations__
+    for name in params:
+        if name not in known:
+            raise TypeError(f"unknown sampling parameter {name!r}; known: {', '.join(known)}")
+    given = {name: value for name, value in params.items() if value is not None}
+    return json.dumps(given, ensure_ascii=False) if given else None
+
+
+def generate_inputs(prompt: str, stream: bool, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Inputs of the `generate` model, shape [1] each."""
+    inputs = {"text_input": string(prompt, shape=(1,)), "stream": np.array([stream])}
+    if sampling := sampling_json(params):
+        inputs["sampling_parameters"] = string(sampling, shape=(1,))
+    return inputs
+
+
+def sequence_inputs(
+    step: int,
+    *,
+    input_ids: Iterable[int] | None = None,
+    text: str | None = None,
+    draft_ids: Iterable[int] | None = None,
+    sampling: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Inputs of one step of a sequence, shape [1, n]; `step` -1 only ends the sequence."""
+    inputs = {"step": ids([step])}
+    if input_ids is not None:
+        inputs["input_ids"] = ids(input_ids)
+    if text is not None:
+        inputs["text_input"] = string(text, shape=(1, 1))
+    if draft_ids is not None:
+        inputs["draft_ids"] = ids(draft_ids)
+    if sampling is not None:
+        inputs["sampling_parameters"] = string(sampling, shape=(1, 1))
+    return inputs
+
+
+def read_generation(outputs: Outputs) -> Generation:
+    """Raises ServerError when an output is missing."""
+    return Generation(**_read_output(outputs))
+
+
+def read_chunk(outputs: Outputs) -> Chunk:
+    """Raises ServerError when an output is missing."""
+    return Chunk(**_read_output(outputs))
+
+
+def read_step(outputs: Outputs, num_drafted: int) -> Step:
+    """Raises ServerError when an output is missing; `next_draft_ids` may be (model without draft)."""
+    return Step(
+        step=_one(outputs, "current_step"),
+        token_ids=_flat(outputs, "output_ids"),
+        text=_text(outputs, "text_output"),
+        num_accepted=_one(outputs, "num_accepted"),
+        num_drafted=num_drafted,
+        draft_ids=_flat(outputs, "next_draft_ids") if "next_draft_ids" in outputs else [],
+        sequence_length=_one(outputs, "sequence_length"),
+        finish_reason=_text(outputs, "finish_reason"),
+    )
+
+
+def _read_output(outputs: Outputs) -> dict[str, Any]:
+    return {
+        "text": _text(outputs, "text_output"),
+        "token_ids": _flat(outputs, "output_ids"),
+        "finish_reason": _text(outputs, "finish_reason"),
+        "num_input_tokens": _one(outputs, "num_input_tokens"),
+        "num_output_tokens": _one(outputs, "num_output_tokens"),
+        "num_draft_tokens": _one(outputs, "total_draft_tokens"),
+        "num_accepted_draft_tokens": _one(outputs, "total_accepted_draft_tokens"),
+        "num_spec_steps": _one(outputs, "num_spec_steps"),
+    }
+
+
+def _flat(outputs: Outputs, name: str) -> list[Any]:
+    if name not in outputs:
+        raise ServerError(f"the answer has no output {name!r}, only {sorted(outputs)}")
+    # dtype object: a numpy string would lose trailing NULs, a JSON list of one is a scalar.
+    return np.asarray(outputs[name], dtype=np.object_).ravel().tolist()
+
+
+def _one(outputs: Outputs, name: str) -> Any:
+    values = _flat(outputs, name)
+    if len(values) != 1:
+        raise ServerError(f"output {name!r} has {len(values)} elements, expected 1")
+    return values[0]
+
+
+def _text(outputs: Outputs, name: str) -> str:
+    value = _one(outputs, name)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -1,0 +1,170 @@
+"""gRPC: sequences over ModelInfer, generations over ModelStreamInfer, one stream per call.
+
+The stub is used directly because tritonclient's client object allows one stream at a time,
+and its cancelled stream leaves a thread behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+
+from mtp_client.errors import DeadlineExceeded, ServerError, Unavailable, make_error, translated
+from mtp_client.tensors import Outputs
+from mtp_client.transports import server_timeout_us
+from mtp_client.types import SequenceRequest
+
+_CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+# Makes the server end a failed stream with a gRPC code; without it only a message comes.
+_STREAM_METADATA = (("triton_grpc_error", "true"),)
+
+
+def _message(model: str, inputs: dict[str, np.ndarray], parameters: dict[str, Any]) -> service_pb2.ModelInferRequest:
+    message = service_pb2.ModelInferRequest(model_name=model)
+    for name, array in inputs.items():
+        message.inputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
+        is_bytes = array.dtype == np.object_
+        message.raw_input_contents.append(serialize_byte_tensor(array).item() if is_bytes else array.tobytes())
+    for name, value in parameters.items():
+        kind = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
+        setattr(message.parameters[name], kind, value)
+    return message
+
+
+def _sequence_message(request: SequenceRequest, timeout: float) -> service_pb2.ModelInferRequest:
+    parameters = {
+        "sequence_id": request.sequence_id,
+        "sequence_start": request.start,
+        "sequence_end": request.end,
+        "timeout": server_timeout_us(timeout),
+    }
+    return _message(request.model, request.inputs, parameters)
+
+
+def _outputs(response: service_pb2.ModelInferResponse) -> Outputs:
+    result = InferResult(response)
+    return {output.name: result.as_numpy(output.name) for output in response.outputs}
+
+
+def _stream_outputs(response: service_pb2.ModelStreamInferResponse) -> Outputs:
+    """Empty for a response that only says that it is the final one."""
+    if response.error_message:
+        raise make_error(response.error_message)
+    return _outputs(response.infer_response)
+
+
+def _only(answers: list[Outputs]) -> Outputs:
+    if len(answers) != 1:
+        raise ServerError(f"expected one answer, got {len(answers)}")
+    return answers[0]
+
+
+def _no_answer(timeout: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"no answer within {timeout:g} s")
+
+
+class GrpcTransport:
+    """Blocking transport over one gRPC channel."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._timeout = timeout
+        self._channel = grpc.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:
+        return _only(list(self.stream(model, inputs)))
+
+    def stream(self, model: str, inputs: dict[str, np.ndarray]) -> Generator[Outputs, None, None]:
+        # The stream is closed for writing after its only request, so its end is the end of the
+        # answers. A thread reads, because a blocking read of gRPC cannot be given a timeout.
+        call = self._stub.ModelStreamInfer(iter([_message(model, inputs, {})]), metadata=_STREAM_METADATA)
+        arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                for response in call:
+                    arrived.put(response)
+                arrived.put(None)
+            except grpc.RpcError as error:
+                arrived.put(error)
+
+        threading.Thread(target=read, name="mtp-client-stream", daemon=True).start()
+        try:
+            with translated():
+                while (response := arrived.get(timeout=self._timeout)) is not None:
+                    if isinstance(response, grpc.RpcError):
+                        raise response
+                    if outputs := _stream_outputs(response):
+                        yield outputs
+        except queue.Empty:
+            raise _no_answer(self._timeout) from None
+        finally:
+            call.cancel()
+
+    def infer(self, request: SequenceRequest, timeout: float) -> Outputs:
+        with translated():
+            return _outputs(self._stub.ModelInfer(_sequence_message(request, timeout), timeout=timeout))
+
+    def is_ready(self, model: str | None) -> bool:
+        try:
+            with translated():
+                if model is None:
+                    return self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=self._timeout).ready
+                return self._stub.ModelReady(service_pb2.ModelReadyRequest(name=model), timeout=self._timeout).ready
+        except (Unavailable, DeadlineExceeded):
+            return False
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class AsyncGrpcTransport:
+    """`GrpcTransport` for asyncio."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._timeout = timeout
+        self._channel = grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:
+        return _only([outputs async for outputs in self.stream(model, inputs)])
+
+    async def stream(self, model: str, inputs: dict[str, np.ndarray]) -> AsyncGenerator[Outputs, None]:
+        call = self._stub.ModelStreamInfer(iter([_message(model, inputs, {})]), metadata=_STREAM_METADATA)
+        try:
+            with translated():
+                while (response := await asyncio.wait_for(call.read(), self._timeout)) is not grpc.aio.EOF:
+                    if outputs := _stream_outputs(response):
+                        yield outputs
+        except asyncio.TimeoutError:
+            raise _no_answer(self._timeout) from None
+        finally:
+            call.cancel()
+
+    async def infer(self, request: SequenceRequest, timeout: float) -> Outputs:
+        with translated():
+            return _outputs(await self._stub.ModelInfer(_sequence_message(request, timeout), timeout=timeout))
+
+    async def is_ready(self, model: str | None) -> bool:
+        try:
+            with translated():
+                if model is None:
+                    answer = await self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=self._timeout)
+                else:
+                    answer = await self._stub.ModelReady(
+                        service_pb2.ModelReadyRequest(name=model), timeout=self._timeout
+                    )
+                return answer.ready
+        except (Unavailable, DeadlineExceeded):
+            return False
+
+    async def close(self) -> None:
+        await self._channel.close()

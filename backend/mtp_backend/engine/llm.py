@@ -9,6 +9,7 @@ from typing import Any
 from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.engine.sequence import Sequence
+from mtp_backend.engine.tokenizer import encode
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling import SamplingParams
 
@@ -93,11 +94,7 @@ class LLM:
         return [_result(sequence) for sequence in sequences]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.engine.tokenizer is None:
-            raise InvalidArgument("prompts", prompt, "token ids: the checkpoint has no tokenizer.json")
-        return self.engine.tokenizer.encode(prompt).ids
+        return encode(self.engine.tokenizer, "prompts", prompt) if isinstance(prompt, str) else prompt
 
 
 def _several(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

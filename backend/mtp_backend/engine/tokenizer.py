@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from mtp_backend.errors import CheckpointError
+from mtp_backend.errors import CheckpointError, InvalidArgument
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
@@ -22,3 +22,16 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a readable tokenizer: {error}") from error
+
+
+def encode(tokenizer: Tokenizer | None, field: str, text: str, *, start: bool = True) -> list[int]:
+    """Text to token ids; `start` adds the special tokens that a text begins with.
+
+    Raises:
+        InvalidArgument: the text is empty, or the checkpoint has no tokenizer.
+    """
+    if tokenizer is None:
+        raise InvalidArgument(field, text, "nothing: the checkpoint has no tokenizer.json; give token ids")
+    if not text:
+        raise InvalidArgument(field, text, "a text of at least 1 character")
+    return tokenizer.encode(text, add_special_tokens=start).ids

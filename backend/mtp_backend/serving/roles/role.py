@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_backend.config import EngineConfig
-from mtp_backend.engine.tokenizer import load_tokenizer
+from mtp_backend.engine.tokenizer import encode, load_tokenizer
 from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import triton_io
 from mtp_backend.serving.engine_client import EngineClient
@@ -88,15 +88,13 @@ class Role(ABC):
         """Text to token ids; `start` adds the special tokens that a text begins with.
 
         Raises:
-            InvalidArgument: the text cannot fit the model's limit, or the checkpoint has no tokenizer.
+            InvalidArgument: the text is empty or cannot fit the model's limit, or the checkpoint has no tokenizer.
         """
-        if self._tokenizer is None:
-            raise InvalidArgument(field, text, "nothing: the checkpoint has no tokenizer.json; give input_ids")
         # Tokenising takes time in proportion to the text, so refuse first what no tokenisation can make fit.
         limit = self.client.max_model_len * self._longest_token
-        if len(text) > limit:
+        if self._tokenizer is not None and len(text) > limit:
             raise InvalidArgument(field, f"{len(text)} characters", f"at most {limit} characters")
-        return self._tokenizer.encode(text, add_special_tokens=start).ids
+        return encode(self._tokenizer, field, text, start=start)
 
 
 def role_for(arguments: dict[str, str]) -> Role:

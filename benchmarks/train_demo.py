@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a demo checkpoint: DeepSeek-V3 or GLM-4-MoE at 3 to 6 million parameters, with MTP.
+"""Train a demo checkpoint: DeepSeek-V3 or GLM-4-MoE at 4 to 6 million parameters, with MTP.
 
     python benchmarks/train_demo.py --arch deepseek_v3 --output DIR
 
@@ -150,7 +150,7 @@ def distinct_four(answers: list[list[int]]) -> float:
 
 
 @torch.no_grad()
-def evaluate(directory: Path, held_out: list[demo_setup.Chapter]) -> dict:
+def evaluate(directory: Path, held_out: list[demo_setup.Chapter], seed: int) -> dict:
     """Losses, draft agreement and greedy acceptance of an exported checkpoint on held-out text."""
     model = demo_setup.load_checkpoint(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -163,9 +163,11 @@ def evaluate(directory: Path, held_out: list[demo_setup.Chapter]) -> dict:
     choice = model.lm_head(hidden).argmax(-1)
     guess = model.lm_head(model.draft(windows, hidden)[0]).argmax(-1)
 
-    chooser = random.Random(0)
+    chooser = random.Random(seed)
     prefix = tokenizer.encode("").ids
     long_enough = [document for document in documents if len(document) > 2 * PROMPT_LENGTH]
+    if not long_enough:
+        raise demo_setup.CorpusError("no chapter held out is long enough for a prompt")
     prompts = []
     for document in chooser.choices(long_enough, k=PROMPTS):
         start = chooser.randrange(len(prefix), len(document) - PROMPT_LENGTH)
@@ -201,40 +203,45 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", required=True, choices=sorted(demo_setup.CONFIGS))
     parser.add_argument("--output", required=True, type=Path, help="checkpoint directory")
     parser.add_argument("--minutes", type=float, default=16.0, help="time to train (default: 16)")
-    parser.add_argument("--corpus", type=Path, help="file with the output of `bible -f ...`")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--corpus", type=Path, help="saved output of the `bible` command")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, order and prompts")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--evaluate-only", action="store_true", help="evaluate what --output holds")
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def run(options: argparse.Namespace) -> None:
     """Train, export, evaluate."""
-    options = parse_arguments(arguments)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    try:
-        chapters, held_out = demo_setup.load_chapters(options.corpus)
-    except (demo_setup.CorpusError, OSError) as error:
-        sys.exit(f"train_demo: {error}")
+    chapters, held_out = demo_setup.load_chapters(options.corpus)
     if options.evaluate_only:
-        print_table(evaluate(options.output, held_out))
+        print_table(evaluate(options.output, held_out, options.seed))
         return
-    options.output.mkdir(parents=True, exist_ok=True)
     tokenizer = demo_setup.train_tokenizer(options.arch, [chapter.text for chapter in chapters])
     documents = demo_setup.training_documents(tokenizer, options.arch, chapters)
     batches = demo_setup.endless_batches(documents, BATCH_SIZE, SEQUENCE + 2, options.seed)
     model = DemoModel(demo_setup.CONFIGS[options.arch])
-    with open(options.output / "train_log.jsonl", "w", encoding="utf-8") as log:
+    options.output.mkdir(parents=True, exist_ok=True)
+    with open(options.output / "train_log.jsonl", "w", encoding="utf-8", buffering=1) as log:
         def record(**values):
             log.write(json.dumps(values, ensure_ascii=False) + "\n")
 
         train(model, batches, options.minutes, record)
         demo_setup.save_checkpoint(model, options.output)
         demo_setup.save_tokenizer(tokenizer, options.arch, options.output)
-        results = evaluate(options.output, held_out)
+        results = evaluate(options.output, held_out, options.seed)
         record(**results)
     print_table(results)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: problems with the text or the files end with a message."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    try:
+        run(options)
+    except (demo_setup.CorpusError, OSError) as error:
+        sys.exit(f"train_demo: {error}")
 
 
 if __name__ == "__main__":

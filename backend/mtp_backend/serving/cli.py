@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import tritonserver
@@ -65,7 +66,7 @@ def _create(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _serve(arguments: argparse.Namespace) -> NoReturn:
     if not (arguments.repository / "engine.json").is_file():
         raise InvalidArgument("repository", str(arguments.repository), "a folder made by `mtp repository create`")
     try:
@@ -78,13 +79,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     options = tritonserver.arguments(
         arguments.repository, arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port
     )
-    server = subprocess.Popen([launcher, *options])
-    while True:
-        try:
-            return 0 if server.wait() == 0 else 1
-        except KeyboardInterrupt:
-            # The terminal has sent it to the server too, which now drains.
-            continue
+    # This process becomes the server, so that whoever started it holds the server's own process id.
+    os.execv(launcher, [str(launcher), *options])
 
 
 def _install(arguments: argparse.Namespace) -> int:

@@ -109,4 +109,4 @@ def _python() -> str:
 
 def _environment() -> dict[str, str]:
     """Threads of the tensor library stay on their processors: unbound ones collapse when anything else runs."""
-    return {"OMP_PROC_BIND": "true", "OMP_WAIT_POLICY": "passive", **os.environ}
+    return {"OMP_PROC_BIND": "true", **os.environ}

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Sets the project up in .venv and runs its demonstration or its tests.
+#
+#   ./build.sh setup          environment, server and commands in .venv; may be repeated
+#   ./build.sh demo           starts the server with each demo model and generates through it
+#   ./build.sh test [GROUP]   all tests, or one group: fast, unit, engine, server, load
+#
+# PYTHON names the interpreter (3.11 or 3.12), TRITONSERVER_BIN a Triton server other than the packaged one.
+set -euo pipefail
+cd "$(dirname "$0")"
+root=$PWD
+venv=$root/.venv
+
+say() { printf '\n== %s\n' "$*" >&2; }
+fail() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "Python 3.11 or 3.12 is needed; name it with PYTHON=…"
+}
+
+# The packaged server is built for glibc 2.35 and loads the interpreter's shared library.
+check_host() {
+  "$1" - <<'PY'
+import ctypes.util, os, pathlib, platform, sys, sysconfig
+if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+    sys.exit(f"build.sh: {platform.system()} {platform.machine()}: the server runs on Linux x86_64 and aarch64 only")
+if os.environ.get("TRITONSERVER_BIN"):
+    sys.exit()
+version = os.confstr("CS_GNU_LIBC_VERSION").split()[-1]
+if tuple(map(int, version.split("."))) < (2, 35):
+    sys.exit(f"build.sh: glibc {version}: the packaged Triton server needs 2.35; use a newer system or a container, "
+             "or set TRITONSERVER_BIN to a server built for this one")
+name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+if not (pathlib.Path(sysconfig.get_config_var("LIBDIR")) / name).exists() and not ctypes.util.find_library(
+    name.removeprefix("lib").split(".so")[0]
+):
+    sys.exit(f"build.sh: {name} is missing: install the shared library of this Python (Debian: libpython3-dev), "
+             "or name another with PYTHON=…")
+PY
+}
+
+setup() {
+  local python wanted
+  python=$(find_python)
+  check_host "$python"
+  wanted=$(cat pyproject.toml client/pyproject.toml constraints.txt build.sh | sha256sum)
+  if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+    say "environment in .venv ($("$python" --version))"
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    say "packages (torch is the largest)"
+    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test]' -e client
+    # The server's package has a Python interface of its own, which is not used: leave its requirements out.
+    "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton
+    printf '%s' "$wanted" > "$venv/.installed"
+  fi
+  say "server: $("$venv/bin/mtp" install-server)"
+}
+
+run_tests() {
+  local group=${1:-all}
+  setup
+  say "tests: $group"
+  case $group in
+    all) "$venv/bin/python" -m pytest tests ;;
+    fast) "$venv/bin/python" -m pytest tests/unit tests/engine -m 'not slow' ;;
+    unit | engine | server | load) "$venv/bin/python" -m pytest "tests/$group" ;;
+    *) fail "test group '$group'; allowed: fast, unit, engine, server, load" ;;
+  esac
+}
+
+case ${1:-} in
+  setup) setup ;;
+  demo) setup; say "demonstration"; exec "$venv/bin/python" benchmarks/demo.py ;;
+  test) run_tests "${2:-all}" ;;
+  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac

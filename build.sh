@@ -60,7 +60,7 @@ setup() {
     "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton
     printf '%s' "$wanted" > "$venv/.installed"
   fi
-  say "server: $("$venv/bin/mtp" install-server)"
+  ln -sfn "$("$venv/bin/mtp" install-server)" "$venv/bin/tritonserver"
 }
 
 run_tests() {

@@ -37,7 +37,6 @@ def server(model: str, num_drafts: int, folder: Path) -> Iterator[str]:
     """Runs a server of its own on free loopback ports; yields its gRPC address."""
     repository = folder / f"{model}-k{num_drafts}"
     create = [COMMANDS / "mtp", "repository", "create", repository]
-    create += ["--templates", ROOT / "model_repository" / "templates"]
     create += ["--values", ROOT / "model_repository" / "values" / f"{model}.toml"]
     create += ["--set", f"num_speculative_tokens={num_drafts}"]
     subprocess.run(create, check=True, stdout=subprocess.DEVNULL)

@@ -14,6 +14,9 @@ from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import tritonserver
 from mtp_backend.serving.repository import create_repository
 
+# The project's own templates, beside the package in a checkout.
+TEMPLATES = Path(__file__).resolve().parents[3] / "model_repository" / "templates"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 1 when the server failed, or 2 for wrong arguments."""
@@ -35,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     repository = commands.add_parser("repository", help="model repositories").add_subparsers(required=True)
     create = repository.add_parser("create", help="make a model repository from templates and values")
     create.add_argument("output", type=Path, help="folder to make")
-    create.add_argument("--templates", type=Path, required=True, help="folder of the templates")
+    create.add_argument("--templates", type=Path, default=TEMPLATES, help="folder of the templates (the project's own)")
     create.add_argument("--values", type=Path, required=True, help="TOML file with a value for each name")
     create.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace one value")
     create.set_defaults(run=_create)

@@ -104,6 +104,7 @@ class EngineProcess:
                 self._send(address, Welcome(self._engine.rules.max_model_len))
             case Bye():
                 self._forget(address)
+                self._running = bool(self._roles)
 
     def _generate(self, address: Address, message: Generate) -> None:
         try:

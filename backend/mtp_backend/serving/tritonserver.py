@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import filecmp
 import importlib.util
 import os
 import shutil
 import stat
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,32 +75,39 @@ def locate() -> ServerFiles:
 def install(directory: Path) -> Path:
     """Lays out a backend directory with the mtp backend, and a launcher that runs the server with it.
 
+    Does nothing where the same installation is there already: servers may be running from it.
+
     Args:
-        directory: made if needed; what it holds of an earlier installation is replaced.
+        directory: made, or replaced as a whole.
 
     Returns:
         The launcher, `directory`/tritonserver, to be called with the server's own options.
     """
     files = locate()
-    backends = directory / "backends"
-    shutil.rmtree(backends, ignore_errors=True)
-    (backends / "python").mkdir(parents=True)
-    (backends / "mtp").mkdir()
-    for name in RUNTIME:
-        shutil.copy(files.backend / name, backends / "python")
-    shutil.copy(files.stub, backends / "python")
-    _make_executable(backends / "python" / STUB)
-    shutil.copy(Path(__file__).resolve().parents[2] / "model.py", backends / "mtp" / "model.py")
     launcher = directory / "tritonserver"
-    launcher.write_text(
-        LAUNCHER.format(
-            bin=Path(sys.prefix) / "bin",
-            libraries=":".join(map(str, files.libraries)),
-            server=files.binary,
-            backends=backends.resolve(),
-        )
+    launcher_text = LAUNCHER.format(
+        bin=Path(sys.prefix) / "bin",
+        libraries=":".join(map(str, files.libraries)),
+        server=files.binary,
+        backends=directory.resolve() / "backends",
     )
-    _make_executable(launcher)
+    model = Path(__file__).resolve().parents[2] / "model.py"
+    if launcher.is_file() and launcher.read_text() == launcher_text:
+        if filecmp.cmp(model, directory / "backends" / "mtp" / "model.py", shallow=False):
+            return launcher
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".tritonserver-"))
+    new.chmod(0o755)
+    for name in ("python", "mtp"):
+        (new / "backends" / name).mkdir(parents=True)
+    for source in (*(files.backend / name for name in RUNTIME), files.stub):
+        shutil.copy(source, new / "backends" / "python")
+    shutil.copy(model, new / "backends" / "mtp" / "model.py")
+    (new / "tritonserver").write_text(launcher_text)
+    for program in (new / "tritonserver", new / "backends" / "python" / STUB):
+        program.chmod(program.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    shutil.rmtree(directory, ignore_errors=True)
+    new.rename(directory)
     return launcher
 
 
@@ -114,7 +123,3 @@ def arguments(repository: Path, host: str, http_port: int, grpc_port: int, metri
         f"--metrics-port={metrics_port}",
         "--model-control-mode=none",
     ]
-
-
-def _make_executable(path: Path) -> None:
-    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

@@ -46,6 +46,14 @@ if not (pathlib.Path(sysconfig.get_config_var("LIBDIR")) / name).exists() and no
 PY
 }
 
+# Some distributions leave out what venv needs to put pip in; the host's own pip can do it.
+make_venv() {
+  [ -x "$venv/bin/pip" ] || "$1" -m venv "$venv" 2>/dev/null || {
+    "$1" -m venv --without-pip "$venv"
+    "$1" -m pip --python "$venv/bin/python" install pip
+  }
+}
+
 setup() {
   local python wanted
   python=$(find_python)
@@ -53,7 +61,7 @@ setup() {
   wanted=$(cat pyproject.toml client/pyproject.toml constraints.txt build.sh | sha256sum)
   if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     say "environment in .venv ($("$python" --version))"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    make_venv "$python"
     say "packages (torch is the largest)"
     "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test]' -e client
     # The server's package has a Python interface of its own, which is not used: leave its requirements out.

@@ -1,0 +1,41 @@
+"""The README's tensor tables say what the model configurations say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TENSOR = re.compile(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ (-?\d+) \]')
+
+
+def configured(model: str, batched: bool) -> list[tuple[str, str]]:
+    """(name, "TYPE [shape]") of every tensor of a model, as the README writes it."""
+    config = (ROOT / "model_repository" / "templates" / model / "config.pbtxt").read_text()
+    found = TENSOR.findall(config)
+    assert len(found) == config.count("data_type"), "a tensor that this test cannot read"
+    return [(name, f"{kind} [{'1, ' if batched else ''}{size.replace('-1', 'n')}]") for name, kind, size in found]
+
+
+def documented() -> set[tuple[str, str]]:
+    """(name, "TYPE [shape]") of every table row."""
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\w+ \[[^\]]+\]) \|", README, re.MULTILINE)
+    return {(name, kind) for names, kind in rows for name in re.findall(r"\w+", names)}
+
+
+@pytest.mark.parametrize(("model", "batched"), [("main", True), ("draft", True), ("speculative", True), ("generate", False)])
+def test_every_tensor_is_documented(model, batched):
+    missing = [tensor for tensor in configured(model, batched) if tensor not in documented()]
+    assert not missing
+
+
+def test_no_other_tensor_is_documented():
+    models = {"main": True, "draft": True, "speculative": True, "generate": False}
+    known = {tensor for model, batched in models.items() for tensor in configured(model, batched)}
+    assert documented() <= known
+
+
+def test_named_files_exist():
+    for name in re.findall(r"(?:\]\(|(?<=\s))((?:docs|tests|checkpoints|model_repository)/[\w./-]+?)(?:\)|(?=[\s\\]))", README):
+        assert (ROOT / name.rstrip(".")).exists(), name

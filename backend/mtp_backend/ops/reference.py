@@ -40,9 +40,9 @@ class ReferenceOps:
         for sequence, rows in enumerate(_rows(layout)):
             keys = _cached(latent, layout, sequence)[:, 0]
             rope_keys = _cached(rope, layout, sequence)[:, 0]
-            scores = q_latent[rows].flatten(0, 1) @ keys.T + q_rope[rows].flatten(0, 1) @ rope_keys.T
+            scores = q_latent[rows].flatten(0, 1).float() @ keys.T + q_rope[rows].flatten(0, 1).float() @ rope_keys.T
             probabilities = _causal_softmax(scores.unflatten(0, (-1, heads)).transpose(0, 1), scale)
-            output[rows] = (probabilities.to(keys.dtype) @ keys).transpose(0, 1)
+            output[rows] = (probabilities @ keys).transpose(0, 1).to(output.dtype)
         return output
 
     def gqa_attention(
@@ -53,8 +53,8 @@ class ReferenceOps:
         for sequence, rows in enumerate(_rows(layout)):
             keys = _cached(key, layout, sequence).transpose(0, 1).repeat_interleave(group_size, dim=0)
             values = _cached(value, layout, sequence).transpose(0, 1).repeat_interleave(group_size, dim=0)
-            probabilities = _causal_softmax(query[rows].transpose(0, 1) @ keys.mT, scale)
-            output[rows] = (probabilities.to(values.dtype) @ values).transpose(0, 1)
+            probabilities = _causal_softmax(query[rows].float().transpose(0, 1) @ keys.mT, scale)
+            output[rows] = (probabilities @ values).transpose(0, 1).to(output.dtype)
         return output
 
     def select_experts(
@@ -107,16 +107,20 @@ def _rows(layout: BatchLayout) -> list[slice]:
 
 
 def _cached(cache: Tensor, layout: BatchLayout, sequence: int) -> Tensor:
-    """The cached entries of one sequence, [kv_len, heads, width]; slots beyond its length are never read."""
+    """The cached entries of one sequence, [kv_len, heads, width]; slots beyond its length are never read.
+
+    In float32: attention is then exact to its inputs, and the matrix library does not build a new bfloat16 kernel for
+    every length, which takes longer than the product itself.
+    """
     length = layout.kv_lens[sequence]
     blocks = -(-length // cache.shape[1])
-    return cache[layout.block_tables[sequence, :blocks]].flatten(0, 1)[:length]
+    return cache[layout.block_tables[sequence, :blocks]].flatten(0, 1)[:length].float()
 
 
 def _causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """Softmax in float32 of scores [heads, queries, keys]; the last query sees all keys, the one before all but one, …."""
+    """Softmax of scores [heads, queries, keys]; the last query sees all keys, the one before all but one, …."""
     queries, keys = scores.shape[-2:]
-    scores = scores.float() * scale
+    scores = scores * scale
     if queries > 1:
         hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
         scores = scores.masked_fill(hidden, float("-inf"))

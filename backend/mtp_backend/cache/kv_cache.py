@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-CacheShape = tuple[tuple[int, int], tuple[int, int]]
+from mtp_backend.ops import CacheShape
 
 
 class KVCache:

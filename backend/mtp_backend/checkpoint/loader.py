@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from mtp_backend.checkpoint import fp8
 from mtp_backend.checkpoint.reader import Checkpoint
 from mtp_backend.errors import CheckpointError
 
@@ -20,7 +21,7 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
         rename: module name of a tensor → name in the checkpoint.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or is not a floating-point tensor.
+        CheckpointError: a tensor or a scale is missing or has another shape or type.
     """
     with torch.no_grad():
         for name, destination in checkpoint_views(module):
@@ -30,12 +31,31 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
                     f"{checkpoint.directory}: tensor {rename(name)!r} has shape {list(source.shape)}; "
                     f"config.json asks for {list(destination.shape)}"
                 )
-            if source.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            if source.dtype == torch.float8_e4m3fn:
+                _dequantize(destination, checkpoint, rename(name), source)
+            elif source.dtype in (torch.bfloat16, torch.float16, torch.float32):
+                destination.copy_(source)
+            else:
                 raise CheckpointError(
                     f"{checkpoint.directory}: tensor {rename(name)!r} is {source.dtype}; "
-                    "allowed: bfloat16, float16, float32"
+                    "allowed: bfloat16, float16, float32, float8_e4m3fn"
                 )
-            destination.copy_(source)
+
+
+def _dequantize(destination: Tensor, checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
+    block = checkpoint.fp8_block
+    if block is None:
+        raise CheckpointError(f"{checkpoint.directory}: tensor {name!r} is FP8; config.json has no quantization_config")
+    scale = checkpoint.tensor(name + fp8.SCALE)
+    blocks = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
+    if list(scale.shape) != blocks:
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensor {name + fp8.SCALE!r} has shape {list(scale.shape)}; "
+            f"blocks of {list(block)} ask for {blocks}"
+        )
+    if not torch.isfinite(scale).all():
+        raise CheckpointError(f"{checkpoint.directory}: tensor {name + fp8.SCALE!r} has a value that is not finite")
+    fp8.dequantize_into(destination, weight, scale, block)
 
 
 def checkpoint_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -60,6 +60,29 @@ class Checkpoint:
             raise CheckpointError(f"config.json: eos_token_id {values!r}; allowed: an integer or a list of integers")
         return ids
 
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share one scale in an FP8 checkpoint; None if the weights are not quantised.
+
+        Raises:
+            CheckpointError: config.json names another quantisation.
+        """
+        quantization = self.config.get("quantization_config")
+        if not quantization:
+            return None
+        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        if (
+            block is None
+            or quantization.get("quant_method") != "fp8"
+            or quantization.get("fmt", "e4m3") != "e4m3"
+            or not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block))
+        ):
+            raise CheckpointError(
+                f"{self.directory}/config.json: quantization_config {quantization!r}; "
+                "allowed: quant_method fp8, fmt e4m3, weight_block_size [rows, columns]"
+            )
+        return block[0], block[1]
+
     def tensor(self, name: str) -> Tensor:
         """Reads one tensor.
 

@@ -63,7 +63,7 @@ class Engine:
         self.tokenizer = load_tokenizer(Path(config.model))
         self.device = torch.device(config.device)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        shape = family_of(checkpoint).cache_shape(model)
+        shape = model.cache_shape
         num_layers = model.num_hidden_layers + (1 if config.num_drafts else 0)
         num_blocks = _num_blocks(config, longest, bytes_per_block(num_layers, config.block_size, shape, dtype))
         networks = build_networks(

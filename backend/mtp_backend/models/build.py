@@ -11,15 +11,15 @@ from torch import nn
 
 from mtp_backend.checkpoint import Checkpoint, load_weights
 from mtp_backend.errors import CheckpointError
-from mtp_backend.models import deepseek_v3, glm4_moe
+from mtp_backend.models import deepseek_v3, glm4_moe, glm4_moe_lite
 from mtp_backend.models.config import ModelConfig
-from mtp_backend.models.family import CacheShape, Family
+from mtp_backend.models.family import Family
 from mtp_backend.models.layers.decoder import CausalLM
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import Ops
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, glm4_moe)}
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, glm4_moe, glm4_moe_lite)}
 
 
 @dataclass
@@ -31,14 +31,12 @@ class Networks:
         target: the main network.
         mtp: the MTP module, None if it was not asked for.
         rotary: the rotary angles that both use.
-        cache_shape: (heads, width) of the two cache tensors of a layer.
     """
 
     config: ModelConfig
     target: CausalLM
     mtp: MtpModule | None
     rotary: RotaryTable
-    cache_shape: CacheShape
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -74,7 +72,7 @@ def build_networks(
     load_weights(target, checkpoint)
     mtp = _build_mtp(family, config, checkpoint, target, dtype, device, ops) if with_mtp else None
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
-    return Networks(config, target, mtp, rotary, family.cache_shape(config))
+    return Networks(config, target, mtp, rotary)
 
 
 def check_mtp(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -122,7 +120,10 @@ def _build_mtp(
 
 
 def _same(checkpoint: Checkpoint, own: str, shared: str) -> bool:
-    return own not in checkpoint or torch.equal(checkpoint.tensor(own), checkpoint.tensor(shared))
+    if own not in checkpoint:
+        return True
+    mine, target = checkpoint.tensor(own), checkpoint.tensor(shared)
+    return mine.dtype == target.dtype and torch.equal(mine, target)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_backend.errors import CheckpointError
+from mtp_backend.ops import CacheShape
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class ModelConfig:
         """Rotated dimensions of a query head; each family says."""
         raise NotImplementedError
 
+    @property
+    def cache_shape(self) -> CacheShape:
+        """(heads, width) of the two cache tensors of a layer; each family says."""
+        raise NotImplementedError
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """Takes the fields of this class out of a parsed config.json.
@@ -84,6 +90,8 @@ class ModelConfig:
                 raise CheckpointError(f"config.json: rope_scaling: {error}") from error
         elif kind != "default":
             raise CheckpointError(f"config.json: rope_scaling type {kind!r}; allowed: default, yarn")
+        if "mlp_layer_types" in values:
+            values.setdefault("first_k_dense_replace", _leading_dense(values["mlp_layer_types"]))
         if values.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"config.json: hidden_act {values['hidden_act']!r}; allowed: silu")
         chosen = {}
@@ -93,6 +101,14 @@ class ModelConfig:
             elif field.default is dataclasses.MISSING:
                 raise CheckpointError(f"config.json: {field.name} is missing")
         return cls(**chosen)
+
+
+def _leading_dense(kinds: Any) -> int:
+    """transformers 5 names every layer "dense" or "sparse"; the dense ones come first."""
+    dense = kinds.count("dense") if isinstance(kinds, list) else -1
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense if dense >= 0 else 0):
+        raise CheckpointError(f"config.json: mlp_layer_types {kinds!r}; allowed: dense layers, then sparse ones")
+    return dense
 
 
 def _typed(field: dataclasses.Field, value: Any) -> Any:

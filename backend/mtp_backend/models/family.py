@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.layers.decoder import DecoderLayer
 from mtp_backend.ops import Ops
-
-# (heads, width) of the two cache tensors of a layer.
-CacheShape = tuple[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,13 @@ class Family:
     Attributes:
         model_type: the name in config.json.
         config: the family's configuration class.
-        decoder_layer: (configuration, layer number, operations) → decoder layer.
-        cache_shape: configuration → what a layer caches per token.
+        attention: (configuration, operations) → attention layer.
     """
 
     model_type: str
     config: type[ModelConfig]
-    decoder_layer: Callable[[ModelConfig, int, Ops], DecoderLayer]
-    cache_shape: Callable[[ModelConfig], CacheShape]
+    attention: Callable[[ModelConfig, Ops], nn.Module]
+
+    def decoder_layer(self, config: ModelConfig, layer: int, ops: Ops) -> DecoderLayer:
+        """Decoder layer number `layer`."""
+        return DecoderLayer(config, layer, self.attention(config, ops), ops)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
-from mtp_backend.models.family import CacheShape, Family
-from mtp_backend.models.layers.decoder import Angles, DecoderLayer, LayerCache
+from mtp_backend.models.family import Family
+from mtp_backend.models.layers.decoder import Angles, LayerCache
 from mtp_backend.models.layers.norm import RMSNorm
-from mtp_backend.ops import BatchLayout, Ops
+from mtp_backend.ops import BatchLayout, CacheShape, Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,11 @@ class Glm4MoeConfig(ModelConfig):
     def rotary_dim(self) -> int:
         """Rotated dimensions of a head; the others pass unchanged."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """Per token: keys and values of the KV heads."""
+        return (self.num_key_value_heads, self.head_dim), (self.num_key_value_heads, self.head_dim)
 
 
 class GQAttention(nn.Module):
@@ -82,14 +87,4 @@ class GQAttention(nn.Module):
         return torch.cat([rotated, x[..., self.rotary_dim :]], dim=-1)
 
 
-def decoder_layer(config: Glm4MoeConfig, layer: int, ops: Ops) -> DecoderLayer:
-    """Decoder layer number `layer`."""
-    return DecoderLayer(config, layer, GQAttention(config, ops), ops)
-
-
-def cache_shape(config: Glm4MoeConfig) -> CacheShape:
-    """Per token: keys and values of the KV heads."""
-    return (config.num_key_value_heads, config.head_dim), (config.num_key_value_heads, config.head_dim)
-
-
-FAMILY = Family("glm4_moe", Glm4MoeConfig, decoder_layer, cache_shape)
+FAMILY = Family("glm4_moe", Glm4MoeConfig, GQAttention)

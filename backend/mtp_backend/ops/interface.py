@@ -11,6 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+# (heads, width) of the two cache tensors of a layer.
+CacheShape = tuple[tuple[int, int], tuple[int, int]]
+
 
 @dataclass
 class BatchLayout:

@@ -97,6 +97,11 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{self.directory / file}: tensor {name!r}: {error}") from error
 
+    def stored(self, name: str) -> tuple[str, list[int]]:
+        """Number format (as safetensors names it: "BF16", "F8_E4M3", …) and shape of a tensor, without reading it."""
+        part = self._open(self._files[name]).get_slice(name)
+        return part.get_dtype(), part.get_shape()
+
     def _weight_map(self) -> dict[str, str]:
         """Tensor name → file name."""
         if (self.directory / INDEX).is_file():

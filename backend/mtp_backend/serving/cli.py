@@ -51,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--metrics-port", type=int, default=8002)
     serve.set_defaults(run=_serve)
 
+    inspect = commands.add_parser("inspect", help="show what is in a checkpoint and what it takes to serve it")
+    inspect.add_argument("checkpoint", type=Path)
+    inspect.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory")
+    inspect.add_argument("--memory", type=float, default=16, metavar="GIB", help="memory for weights and cache")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
+
     install = commands.add_parser("install-server", help="lay out the backend directory and the server's launcher")
     install.add_argument("directory", type=Path, nargs="?", default=_server_directory())
     install.set_defaults(run=_install)
@@ -84,6 +91,14 @@ def _serve(arguments: argparse.Namespace) -> NoReturn:
     )
     # This process becomes the server, so that whoever started it holds the server's own process id.
     os.execv(launcher, [str(launcher), *options])
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    # Needs the tensor library, which the other commands do without.
+    from mtp_backend.serving.inspect import show
+
+    show(arguments.checkpoint, arguments.dtype, arguments.memory, arguments.json)
+    return 0
 
 
 def _install(arguments: argparse.Namespace) -> int:

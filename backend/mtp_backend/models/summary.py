@@ -1,0 +1,109 @@
+"""What is in a checkpoint and what it takes to serve it, without reading a weight."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from mtp_backend.cache import bytes_per_block
+from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.errors import CheckpointError
+from mtp_backend.models.build import check_mtp, family_of
+
+FORMAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A checkpoint in figures.
+
+    Attributes:
+        model_type, num_layers, max_model_len: from config.json.
+        num_mtp_layers: MTP layers that config.json names.
+        mtp: "ready", or why speculative decoding cannot use the checkpoint.
+        formats: number format → parameters stored in it, scales of quantised weights included.
+        stored_bytes: part of the network → bytes on disk.
+        loaded_bytes: weights in memory in the chosen dtype, target and MTP layer.
+        kv_bytes_per_token: cache of one token, draft layer included.
+        max_context: tokens that fit into the chosen memory beside the weights, at most max_model_len; 0 if none do.
+    """
+
+    model_type: str
+    num_layers: int
+    num_mtp_layers: int
+    mtp: str
+    max_model_len: int
+    formats: dict[str, int]
+    stored_bytes: dict[str, int]
+    loaded_bytes: int
+    kv_bytes_per_token: int
+    max_context: int
+
+
+def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> Summary:
+    """Reads config.json and the headers of the weight files.
+
+    Args:
+        dtype: what weights and cache would be held in.
+        memory_bytes: memory for both.
+
+    Raises:
+        CheckpointError: config.json or a header is malformed, or the family is not known.
+    """
+    config = family_of(checkpoint).config.from_dict(checkpoint.config)
+    formats: Counter[str] = Counter()
+    stored_bytes: dict[str, int] = defaultdict(int)
+    loaded = 0
+    for name in sorted(checkpoint.names):
+        kind, shape = checkpoint.stored(name)
+        size = math.prod(shape)
+        formats[kind] += size
+        stored_bytes[_part(name, config.num_hidden_layers)] += size * FORMAT_BYTES.get(kind, 0)
+        shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and _is_mtp(name, config.num_hidden_layers)
+        if not shared and not name.endswith("_scale_inv"):
+            loaded += size * dtype.itemsize
+    try:
+        check_mtp(checkpoint, config)
+        mtp = "ready"
+    except CheckpointError as error:
+        mtp = str(error)
+    layers = config.num_hidden_layers + (mtp == "ready")
+    kv_bytes = bytes_per_block(layers, 1, config.cache_shape, dtype)
+    return Summary(
+        model_type=str(checkpoint.config["model_type"]),
+        num_layers=config.num_hidden_layers,
+        num_mtp_layers=config.num_nextn_predict_layers,
+        mtp=mtp,
+        max_model_len=config.max_position_embeddings,
+        formats=dict(formats),
+        stored_bytes=dict(sorted(stored_bytes.items(), key=lambda item: -item[1])),
+        loaded_bytes=loaded,
+        kv_bytes_per_token=kv_bytes,
+        max_context=min(config.max_position_embeddings, max(0, memory_bytes - loaded) // kv_bytes),
+    )
+
+
+def _is_mtp(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to a layer behind the target's last one."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= num_layers
+
+
+def _part(name: str, num_layers: int) -> str:
+    if _is_mtp(name, num_layers):
+        return "MTP layer"
+    for mark, part in (
+        ("embed_tokens", "embedding"),
+        ("lm_head", "head"),
+        (".shared_experts.", "shared experts"),
+        (".experts.", "routed experts"),
+        (".self_attn.", "attention"),
+        (".mlp.gate.", "router"),
+        (".mlp.", "dense feed-forward"),
+    ):
+        if mark in name:
+            return part
+    return "norms"

@@ -1,0 +1,39 @@
+"""Output of `mtp inspect`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.models.summary import Summary, summarize
+
+GIB = 1 << 30
+
+
+def show(directory: Path, dtype: str, memory_gib: float, as_json: bool) -> None:
+    """Prints the summary of a checkpoint as a table or as JSON."""
+    summary = summarize(Checkpoint(directory), getattr(torch, dtype), int(memory_gib * GIB))
+    print(json.dumps(asdict(summary), indent=2) if as_json else _table(summary, dtype, memory_gib))
+
+
+def _table(summary: Summary, dtype: str, memory_gib: float) -> str:
+    rows = [
+        ("family", summary.model_type),
+        ("layers", f"{summary.num_layers} + {summary.num_mtp_layers} MTP"),
+        ("speculative decoding", summary.mtp),
+        *((f"stored as {kind}", f"{count:,} parameters") for kind, count in summary.formats.items()),
+        *((f"  {part}", _size(size)) for part, size in summary.stored_bytes.items()),
+        (f"weights in {dtype}", _size(summary.loaded_bytes)),
+        ("cache per token", f"{summary.kv_bytes_per_token:,} bytes"),
+        ("longest sequence", f"{summary.max_model_len:,} tokens"),
+        (f"context in {memory_gib:g} GiB", f"{summary.max_context:,} tokens"),
+    ]
+    return "\n".join(f"{name:<24}{value}" for name, value in rows)
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.2f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ def number(field: str, value: Any, low: float, high: float, *, open_low: bool = 
     allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgument(field, value, allowed)
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):  # not a number is in no range
         raise InvalidArgument(field, value, allowed)
     return float(value)
 

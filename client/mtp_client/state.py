@@ -11,7 +11,7 @@ from mtp_client.errors import DeadlineExceeded, InvalidArgument, MtpError, Seque
 from mtp_client.types import Drafter, SequenceRequest, Step
 
 _MAX_ID = 2**63 - 1  # ids travel as int64
-_MAX_ID_LENGTH = 128  # characters; Triton refuses longer ones
+_MAX_ID_LENGTH = 128  # bytes; Triton refuses longer ones
 
 
 class SequenceState:
@@ -118,11 +118,11 @@ def _checked_id(sequence_id: int | str | None) -> int | str:
     if sequence_id is None:
         return secrets.randbelow(_MAX_ID) + 1
     if isinstance(sequence_id, str):
-        valid = 0 < len(sequence_id) <= _MAX_ID_LENGTH
+        valid = 0 < len(sequence_id.encode()) <= _MAX_ID_LENGTH
     else:
         valid = isinstance(sequence_id, int) and 0 < sequence_id <= _MAX_ID
     if not valid:
         raise InvalidArgument(
-            f"sequence_id: value {sequence_id!r}; allowed 1..2**63-1, or a string of 1..{_MAX_ID_LENGTH} characters"
+            f"sequence_id: value {sequence_id!r}; allowed 1..2**63-1, or a string of 1..{_MAX_ID_LENGTH} bytes"
         )
     return sequence_id

@@ -151,7 +151,7 @@ def test_generate(server, kind):
         "stream": ("BOOL", [1]),
         "sampling_parameters": ("BYTES", [1]),
     }
-    assert server.metadata["triton_grpc_error"] == "true"
+    assert "triton_grpc_error" not in server.metadata  # it makes Triton 24.10 crash
 
 
 @both

@@ -45,7 +45,7 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """The dtype that config.json names (`dtype` or `torch_dtype`)."""
         name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
-        if name not in DTYPES:
+        if not isinstance(name, str) or name not in DTYPES:
             raise CheckpointError(f"config.json: dtype {name!r}; allowed: {', '.join(DTYPES)}")
         return DTYPES[name]
 
@@ -109,8 +109,8 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{self.directory / INDEX}: weight_map must map tensor names to file names")
             for name, file in weight_map.items():
-                if Path(file).name != file:
-                    raise CheckpointError(f"{self.directory / INDEX}: {name!r} lies in {file!r}, outside the directory")
+                if file in ("", "..") or Path(file).name != file:
+                    raise CheckpointError(f"{self.directory / INDEX}: {name!r} lies in {file!r}; allowed: a file name")
             return weight_map
         file = "model.safetensors"
         if not (self.directory / file).is_file():

@@ -122,6 +122,7 @@ class Engine:
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks at once."""
+        self._draft_requests = [requested for requested in self._draft_requests if requested is not sequence]
         self.scheduler.remove(sequence)
 
     def append(self, sequence: Sequence, token_ids: list[int]) -> None:
@@ -217,7 +218,8 @@ class Engine:
             return
         work = [_draft_work(sequence, num_drafts[sequence]) for sequence in ready]
         for sequence, draft_ids in zip(ready, self._drafter.propose(work), strict=True):
-            sequence.draft_ids = draft_ids
+            if draft_ids:  # a text that is not computed to its end keeps the drafts that its client gave
+                sequence.draft_ids = draft_ids
             sequence.num_drafted = sequence.num_computed
             sequence.hidden = None
 

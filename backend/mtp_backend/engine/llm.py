@@ -75,6 +75,8 @@ class LLM:
         prompts = _several(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, SequenceOf) or not all(isinstance(own, SamplingParams) for own in params):
+            raise InvalidArgument("params", params, "SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise InvalidArgument("params", f"{len(params)} of them", f"one, or one for each of {len(prompts)} prompts")
         with_text = self.engine.tokenizer is not None
@@ -99,6 +101,8 @@ class LLM:
 
 def _several(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list of checked prompts."""
+    if not isinstance(prompts, SequenceOf):
+        raise InvalidArgument("prompts", prompts, "a text, a list of token ids, or a list of these")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     for prompt in prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 
 from mtp_backend.cache import BlockPool
 from mtp_backend.engine.sequence import Sequence, Status
@@ -32,7 +33,8 @@ class Scheduler:
     """Continuous batching with chunked prefill.
 
     Decoding sequences come first, so long prompts never hold them up; what room is left goes to prompts. When the
-    cache is full, a paused sequence or the youngest running one gives its blocks up and computes them again later.
+    cache is full, a paused or waiting sequence or the youngest running one gives its blocks up and computes them again
+    later.
 
     Args:
         pool: the cache's blocks; one sequence of the greatest length must fit.
@@ -101,9 +103,11 @@ class Scheduler:
         return batch
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Tries to get blocks for `num_tokens` tokens from the free ones and from paused sequences, no others."""
+        """Tries to get blocks for `num_tokens` tokens from the free ones and from sequences that are not running."""
         while not self._pool.grow(sequence.block_table, num_tokens):
-            victim = next((paused for paused in self._paused if paused.block_table and paused is not sequence), None)
+            # A waiting sequence has blocks if it was paused before; holding on to them could stop the running ones.
+            others = chain(self._paused, reversed(self._waiting))
+            victim = next((other for other in others if other.block_table and other is not sequence), None)
             if victim is None:
                 return False
             self._drop_cache(victim)

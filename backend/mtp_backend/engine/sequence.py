@@ -15,7 +15,7 @@ from mtp_backend.sampling import SamplingParams
 class Status(Enum):
     """Where a sequence stands."""
 
-    WAITING = auto()  # wants to run, holds no KV blocks
+    WAITING = auto()  # wants to run; holds KV blocks only from before it was paused
     RUNNING = auto()  # takes part in every step
     PAUSED = auto()  # client-paced: its client has not asked for the next step; may hold KV blocks
     FINISHED = auto()

@@ -28,10 +28,13 @@ def encode(tokenizer: Tokenizer | None, field: str, text: str, *, start: bool = 
     """Text to token ids; `start` adds the special tokens that a text begins with.
 
     Raises:
-        InvalidArgument: the text is empty, or the checkpoint has no tokenizer.
+        InvalidArgument: the text is empty or not Unicode, or the checkpoint has no tokenizer.
     """
     if tokenizer is None:
         raise InvalidArgument(field, text, "nothing: the checkpoint has no tokenizer.json; give token ids")
     if not text:
         raise InvalidArgument(field, text, "a text of at least 1 character")
-    return tokenizer.encode(text, add_special_tokens=start).ids
+    try:
+        return tokenizer.encode(text, add_special_tokens=start).ids
+    except TypeError as error:  # half a surrogate pair
+        raise InvalidArgument(field, text, "a text of Unicode characters") from error

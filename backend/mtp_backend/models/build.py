@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mtp_backend.checkpoint import Checkpoint, load_weights
+from mtp_backend.checkpoint import Checkpoint, checkpoint_views, load_weights
+from mtp_backend.checkpoint.fp8 import SCALE
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models import deepseek_v3, glm4_moe, glm4_moe_lite
 from mtp_backend.models.config import ModelConfig
@@ -46,7 +47,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
         CheckpointError: the model_type is not known.
     """
     model_type = checkpoint.config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{checkpoint.directory}/config.json: model_type {model_type!r}; allowed: {', '.join(sorted(FAMILIES))}"
         )
@@ -59,7 +60,8 @@ def build_networks(
     """Builds and fills the networks. Configuration errors are raised before memory is taken.
 
     Raises:
-        CheckpointError: unknown model_type, bad configuration, missing MTP layer, missing or misshapen tensor.
+        CheckpointError: unknown model_type, bad configuration, missing MTP layer, missing, misshapen or
+            unaccounted tensor.
     """
     family = family_of(checkpoint)
     config = family.config.from_dict(checkpoint.config)
@@ -70,6 +72,7 @@ def build_networks(
         target = CausalLM(config, layers, ops)
     target.to_empty(device=device)
     load_weights(target, checkpoint)
+    _check_all_read(checkpoint, config, target)
     mtp = _build_mtp(family, config, checkpoint, target, dtype, device, ops) if with_mtp else None
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
     return Networks(config, target, mtp, rotary)
@@ -89,6 +92,22 @@ def check_mtp(checkpoint: Checkpoint, config: ModelConfig) -> None:
     name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
     if name not in checkpoint:
         raise CheckpointError(f"{checkpoint.directory}: the MTP layer is missing (tensor {name!r})")
+
+
+def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalLM) -> None:
+    """Refuses tensors outside the networks: config.json is wrong about layers or features then, and so is the text."""
+    first = config.num_hidden_layers
+    mtp = tuple(f"model.layers.{first + index}." for index in range(config.num_nextn_predict_layers))
+    read = {name for name, _ in checkpoint_views(target)}
+    # Some checkpoints store the rotary frequencies, which follow from config.json.
+    derived = "rotary_emb.inv_freq"
+    read |= {name + SCALE for name in read}
+    unread = sorted(name for name in checkpoint.names - read if not name.startswith(mtp) and not name.endswith(derived))
+    if unread:
+        raise CheckpointError(
+            f"{checkpoint.directory}: tensor {unread[0]!r} belongs to no part that config.json describes "
+            f"(num_hidden_layers {first}, num_nextn_predict_layers {config.num_nextn_predict_layers})"
+        )
 
 
 def _build_mtp(

@@ -9,6 +9,10 @@ from typing import Any
 from mtp_backend.errors import CheckpointError
 from mtp_backend.ops import CacheShape
 
+# Fields with one value that is implemented; without them it is meant.
+FIXED = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+MAY_BE_ZERO = {"first_k_dense_replace", "num_nextn_predict_layers"}
+
 
 @dataclass(frozen=True)
 class YarnConfig:
@@ -20,6 +24,13 @@ class YarnConfig:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or not self.beta_fast or not self.beta_slow:
+            raise CheckpointError(
+                f"config.json: YaRN factor {self.factor}, beta_fast {self.beta_fast}, beta_slow {self.beta_slow}; "
+                "allowed: factor from 1, the others above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +59,17 @@ class ModelConfig:
     yarn: YarnConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.num_experts_per_tok > self.n_routed_experts:
+        group_size, rest = divmod(self.n_routed_experts, self.n_group)
+        # A group is as good as its two best experts.
+        if rest or self.topk_group > self.n_group or (self.n_group > 1 and group_size < 2):
             raise CheckpointError(
-                f"config.json: num_experts_per_tok {self.num_experts_per_tok}; "
-                f"allowed: 1 … n_routed_experts = {self.n_routed_experts}"
+                f"config.json: n_group {self.n_group}, topk_group {self.topk_group}; allowed: n_group makes equal "
+                f"groups of 2 or more of n_routed_experts = {self.n_routed_experts} and topk_group ≤ n_group"
             )
-        if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
+        if self.num_experts_per_tok > self.topk_group * group_size:
             raise CheckpointError(
-                f"config.json: n_group {self.n_group}, topk_group {self.topk_group}; allowed: n_group divides "
-                f"n_routed_experts = {self.n_routed_experts} and topk_group ≤ n_group"
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok}; allowed: 1 … "
+                f"{self.topk_group * group_size}, the experts in topk_group = {self.topk_group} groups"
             )
 
     @property
@@ -74,55 +87,68 @@ class ModelConfig:
         """Takes the fields of this class out of a parsed config.json.
 
         Raises:
-            CheckpointError: a field is missing, has another type, or is negative; the message names it.
+            CheckpointError: a field is missing, has another type, or is out of range; the message names it.
         """
-        values = dict(values)
         # transformers 5 writes one rope_parameters object; earlier files have rope_theta and rope_scaling.
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        values.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
-        values.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+        key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+        rope = values.get(key) or {}
+        if not isinstance(rope, dict):
+            raise CheckpointError(f"config.json: {key}: got {rope!r}; allowed: an object or null")
+        inner = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        values = {"rope_theta": 10000.0} | inner | values
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "yarn":
-            names = {field.name for field in dataclasses.fields(YarnConfig)}
-            try:
-                values["yarn"] = YarnConfig(**{name: rope[name] for name in names if rope.get(name) is not None})
-            except TypeError as error:
-                raise CheckpointError(f"config.json: rope_scaling: {error}") from error
+            values["yarn"] = _yarn(key, rope)
         elif kind != "default":
-            raise CheckpointError(f"config.json: rope_scaling type {kind!r}; allowed: default, yarn")
+            raise CheckpointError(f"config.json: {key} type {kind!r}; allowed: default, yarn")
         if "mlp_layer_types" in values:
-            values.setdefault("first_k_dense_replace", _leading_dense(values["mlp_layer_types"]))
-        if values.get("hidden_act", "silu") != "silu":
-            raise CheckpointError(f"config.json: hidden_act {values['hidden_act']!r}; allowed: silu")
-        chosen = {}
-        for field in dataclasses.fields(cls):
-            if field.name in values:
-                chosen[field.name] = _typed(field, values[field.name])
-            elif field.default is dataclasses.MISSING:
-                raise CheckpointError(f"config.json: {field.name} is missing")
-        return cls(**chosen)
+            values = {"first_k_dense_replace": _leading_dense(values["mlp_layer_types"])} | values
+        for name, implemented in FIXED.items():
+            if values.get(name, implemented) != implemented:
+                raise CheckpointError(f"config.json: {name} {values[name]!r}; allowed: {implemented}")
+        return cls(**_fields(cls, values, "config.json"))
 
 
 def _leading_dense(kinds: Any) -> int:
-    """transformers 5 names every layer "dense" or "sparse"; the dense ones come first."""
-    dense = kinds.count("dense") if isinstance(kinds, list) else -1
-    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense if dense >= 0 else 0):
-        raise CheckpointError(f"config.json: mlp_layer_types {kinds!r}; allowed: dense layers, then sparse ones")
+    """transformers 5 names every layer "dense" or "sparse" in place of a count; the dense ones must come first."""
+    dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise CheckpointError(f"config.json: mlp_layer_types: got {kinds!r}; allowed: dense layers, then sparse ones")
     return dense
 
 
-def _typed(field: dataclasses.Field, value: Any) -> Any:
+def _yarn(key: str, rope: dict[str, Any]) -> YarnConfig:
+    given = {name: value for name, value in rope.items() if value is not None}
+    for name in ("attention_factor", "truncate"):
+        if name in given:
+            raise CheckpointError(f"config.json: {key}: {name} {given[name]!r}; allowed: only YaRN without {name}")
+    return YarnConfig(**_fields(YarnConfig, given, f"config.json: {key}"))
+
+
+def _fields(cls: type, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The checked values of the fields of `cls`."""
+    chosen = {}
+    for field in dataclasses.fields(cls):
+        if field.name in values:
+            chosen[field.name] = _typed(field, values[field.name], where)
+        elif field.default is dataclasses.MISSING:
+            raise CheckpointError(f"{where}: {field.name} is missing")
+    return chosen
+
+
+def _typed(field: dataclasses.Field, value: Any, where: str) -> Any:
     """Checks a value against the field's annotation (int, float, bool, or one of them or None)."""
     kind, _, optional = str(field.type).partition(" | ")
-    if value is None and optional:
-        return None
-    if kind == "YarnConfig":
+    if kind == "YarnConfig" or (value is None and optional):
         return value
-    good = {
-        "bool": isinstance(value, bool),
-        "int": isinstance(value, int) and not isinstance(value, bool) and value >= 0,
-        "float": isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
+    lowest = 0 if field.name in MAY_BE_ZERO else 1
+    good, allowed = {
+        "bool": (isinstance(value, bool), "a bool"),
+        "int": (isinstance(value, int) and not isinstance(value, bool) and value >= lowest, f"an int from {lowest}"),
+        "float": (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0, "a float, not negative"
+        ),
     }[kind]
     if not good:
-        raise CheckpointError(f"config.json: {field.name}: got {value!r}; allowed: a {kind}, not negative")
+        raise CheckpointError(f"{where}: {field.name}: got {value!r}; allowed: {allowed}")
     return float(value) if kind == "float" else value

@@ -10,6 +10,7 @@ import torch
 
 from mtp_backend.cache import bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.checkpoint.fp8 import SCALE
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.build import check_mtp, family_of
 
@@ -63,7 +64,7 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         formats[kind] += size
         stored_bytes[_part(name, config.num_hidden_layers)] += size * FORMAT_BYTES.get(kind, 0)
         shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and _is_mtp(name, config.num_hidden_layers)
-        if not shared and not name.endswith("_scale_inv"):
+        if not shared and not name.endswith(SCALE):
             loaded += size * dtype.itemsize
     try:
         check_mtp(checkpoint, config)

@@ -26,8 +26,8 @@ def exponential(starts: list[int], size: int, device: torch.device) -> Tensor:
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
     state = state ^ _shifted(state, 31)
-    # The upper 53 bits, at the middle of their interval: uniform in (0, 1), never 0 or 1.
-    uniform = (_shifted(state, 11).double() + 0.5) * 2.0**-53
+    # The upper 52 bits, at the middle of their interval: uniform in (0, 1), never 0 or 1 (53 bits would round to 1).
+    uniform = (_shifted(state, 12).double() + 0.5) * 2.0**-52
     return -uniform.log()
 
 

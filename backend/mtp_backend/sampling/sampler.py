@@ -42,7 +42,10 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     The softmax of a row is the distribution that the request asks for.
     """
     device = logits.device
-    scores = logits.float() / torch.tensor([row.temperature for row in params], device=device)[:, None]
+    scores = logits.float()
+    temperature = torch.tensor([row.temperature for row in params], device=device)[:, None]
+    # With the largest at 0, a tiny temperature sends the others to −inf and nothing overflows.
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=torch.finfo(torch.float32).tiny)
     if any(row.top_k or row.top_p < 1 for row in params):
         vocab = scores.shape[-1]
         top_k = torch.tensor([min(row.top_k or vocab, vocab) for row in params], device=device)[:, None]

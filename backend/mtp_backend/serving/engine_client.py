@@ -77,19 +77,14 @@ class EngineClient:
         Args:
             requests: for each, a function from the request's number to its message, and where its answers go.
         """
+        numbered = {next(self._numbers): request for request in requests}
+        frame = messages.encode([make(number) for number, (make, _) in numbered.items()])
         with self._lock:
-            if self._commands is None:
-                batch = []
-                refused = [reply for _, reply in requests]
-            else:
-                refused = []
-                batch = []
-                for make, reply in requests:
-                    number = next(self._numbers)
-                    self._open[number] = reply
-                    batch.append(make(number))
-                self._commands.send(messages.encode(batch))
-        for reply in refused:
+            if self._commands is not None:
+                self._open.update({number: reply for number, (_, reply) in numbered.items()})
+                self._commands.send(frame)
+                return
+        for _, reply in requests:
             reply.fail(Unavailable("the engine is starting again; try again later"))
 
     def close(self) -> None:
@@ -172,10 +167,14 @@ class EngineClient:
         """Starts the engine again, waiting longer after each failure; False if the role closes meanwhile."""
         pause = FIRST_RETRY_SECONDS
         while not self._closing.wait(pause):
+            if os.getppid() != self._server_pid:
+                log.error("the inference server has ended")
+                self._rendezvous.withdraw()
+                os._exit(1)  # nobody else ends this process: the server was killed
             try:
                 self._answers, self._engine = self._connect()
                 return True
-            except MtpError as error:
+            except (MtpError, OSError) as error:
                 log.error("the engine does not start: %s", error)
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
         return False

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,13 @@ class Generation:
 
 
 class EngineProcess:
-    """Serves one engine on a socket until it is told to end, or its server or all of its roles are gone."""
+    """Serves one engine on a socket until it is told to end, or its server or all of its roles are gone.
 
-    def __init__(self, engine: Engine, socket: zmq.Socket, server_pid: int) -> None:
+    Args:
+        server: file descriptor that tells when the inference server ends.
+    """
+
+    def __init__(self, engine: Engine, socket: zmq.Socket, server: int) -> None:
         self._engine = engine
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
@@ -51,7 +56,7 @@ class EngineProcess:
         self._roles: dict[Address, int] = {}  # address → file descriptor that tells when the process ends
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
-        self._server = os.pidfd_open(server_pid)
+        self._server = server
         self._poller.register(self._server, zmq.POLLIN)
         self._last_role = time.monotonic()
         self._next_housekeeping = 0.0
@@ -68,6 +73,7 @@ class EngineProcess:
             ready = dict(self._poller.poll(timeout))
             if self._server in ready:
                 log.info("the inference server has ended")
+                self._end_roles()
                 return
             for address in [address for address, pidfd in self._roles.items() if pidfd in ready]:
                 self._forget(address)
@@ -78,6 +84,12 @@ class EngineProcess:
             self._flush()
             if time.monotonic() >= self._next_housekeeping:
                 self._housekeeping()
+
+    def _end_roles(self) -> None:
+        """Ends the server's stubs, which can hang in a call to a server that was killed."""
+        for pidfd in self._roles.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _receive(self) -> None:
         while True:
@@ -212,6 +224,12 @@ def main() -> None:
     # Ctrl-C in a terminal reaches the server, which then dismisses its engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        server = os.pidfd_open(arguments.server_pid)
+    except ProcessLookupError:
+        log.error("the inference server has ended")
+        rendezvous.withdraw()
+        sys.exit(1)
+    try:
         started = time.monotonic()
         config = EngineConfig.from_json(arguments.config)
         log.info("loading %s", config.model)
@@ -225,7 +243,7 @@ def main() -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(rendezvous.address)
-    process = EngineProcess(engine, socket, arguments.server_pid)
+    process = EngineProcess(engine, socket, server)
     signal.signal(signal.SIGTERM, process.stop)
     rendezvous.announce()
     log.info(

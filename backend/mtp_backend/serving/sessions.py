@@ -127,8 +127,8 @@ class Sessions:
             self._end(key)
 
     def fail_all(self, error: MtpError) -> None:
-        """Ends every sequence with a running step."""
-        for key in [key for key, session in self._sessions.items() if session.running is not None]:
+        """Ends every sequence that something is being computed for."""
+        for key in [key for key, session in self._sessions.items() if session.running or session.proposing]:
             self._end(key, error)
 
     def _start(self, address: Address, message: Step) -> None:
@@ -169,13 +169,23 @@ class Sessions:
             raise InvalidArgument("step", number, allowed)
         else:
             if message.token_ids:
-                self._engine.append(session.sequence, message.token_ids)
+                self._append(session.sequence, message)
             if session.sequence.finish_reason:
                 self._answer(session, address, message, [], 0)
                 return
             if message.draft_ids is not None:
                 self._engine.set_drafts(session.sequence, message.draft_ids)
             self._run(session, address, message)
+
+    def _append(self, sequence: Sequence, message: Step) -> None:
+        """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
+        held = sequence.draft_ids
+        try:
+            self._engine.set_drafts(sequence, message.draft_ids or [])
+            self._engine.append(sequence, message.token_ids)
+        except InvalidArgument:
+            sequence.draft_ids = held
+            raise
 
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()

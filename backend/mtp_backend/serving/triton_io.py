@@ -9,6 +9,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from mtp_backend.errors import InvalidArgument, MtpError
+from mtp_backend.serving import messages
 
 # Bits of Triton's C interface. `pb_utils` gets its own names for them only after this file is imported.
 START, END = 1, 2  # request.flags()
@@ -63,16 +64,22 @@ def json_object(name: str, value: str | None) -> dict[str, Any] | None:
     """Parses a JSON object.
 
     Raises:
-        InvalidArgument: not JSON, or not an object.
+        InvalidArgument: not JSON, not an object, or a value that messages cannot carry.
     """
     if value is None:
         return None
     try:
         parsed = json.loads(value)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidArgument(name, value, f"a JSON object ({error})") from None
     if not isinstance(parsed, dict):
         raise InvalidArgument(name, value, "a JSON object")
+    for key, item in parsed.items():
+        try:
+            messages.encode([key, item])
+        except (OverflowError, UnicodeEncodeError, RecursionError):
+            field = f"{name}.{key}" if key.isascii() else name
+            raise InvalidArgument(field, item, "numbers of at most 64 bits and well-formed text") from None
     return parsed
 
 

@@ -23,8 +23,8 @@ from mtp_client.transports import server_timeout_us
 from mtp_client.types import SequenceRequest
 
 _CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-# Makes the server end a failed stream with a gRPC code; without it only a message comes.
-_STREAM_METADATA = (("triton_grpc_error", "true"),)
+# Streams do not ask for gRPC codes by the header `triton_grpc_error`: it makes servers of release 24.10 crash after a few
+# hundred failed requests. The message of an error names its code.
 
 
 def _message(model: str, inputs: dict[str, np.ndarray], parameters: dict[str, Any]) -> service_pb2.ModelInferRequest:
@@ -54,11 +54,25 @@ def _outputs(response: service_pb2.ModelInferResponse) -> Outputs:
     return {output.name: result.as_numpy(output.name) for output in response.outputs}
 
 
-def _stream_outputs(response: service_pb2.ModelStreamInferResponse) -> Outputs:
-    """Empty for a response that only says that it is the final one."""
-    if response.error_message:
-        raise make_error(response.error_message)
-    return _outputs(response.infer_response)
+class _StreamReader:
+    """Takes the responses of a stream.
+
+    An error is raised at the end of the stream, which follows it: a stream that is cancelled between the two makes
+    servers of release 24.10 wait 30 s when they stop.
+    """
+
+    def __init__(self) -> None:
+        self._error = ""
+
+    def take(self, response: service_pb2.ModelStreamInferResponse) -> Outputs:
+        """Empty for an error, and for a response that only says that it is the final one."""
+        self._error = self._error or response.error_message
+        return {} if self._error else _outputs(response.infer_response)
+
+    def finish(self) -> None:
+        """Takes the end of the stream."""
+        if self._error:
+            raise make_error(self._error)
 
 
 def _only(answers: list[Outputs]) -> Outputs:
@@ -85,7 +99,8 @@ class GrpcTransport:
     def stream(self, model: str, inputs: dict[str, np.ndarray]) -> Generator[Outputs, None, None]:
         # The stream is closed for writing after its only request, so its end is the end of the
         # answers. A thread reads, because a blocking read of gRPC cannot be given a timeout.
-        call = self._stub.ModelStreamInfer(iter([_message(model, inputs, {})]), metadata=_STREAM_METADATA)
+        call = self._stub.ModelStreamInfer(iter([_message(model, inputs, {})]))
+        reader = _StreamReader()
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def read() -> None:
@@ -102,8 +117,9 @@ class GrpcTransport:
                 while (response := arrived.get(timeout=self._timeout)) is not None:
                     if isinstance(response, grpc.RpcError):
                         raise response
-                    if outputs := _stream_outputs(response):
+                    if outputs := reader.take(response):
                         yield outputs
+                reader.finish()
         except queue.Empty:
             raise _no_answer(self._timeout) from None
         finally:
@@ -138,12 +154,14 @@ class AsyncGrpcTransport:
         return _only([outputs async for outputs in self.stream(model, inputs)])
 
     async def stream(self, model: str, inputs: dict[str, np.ndarray]) -> AsyncGenerator[Outputs, None]:
-        call = self._stub.ModelStreamInfer(iter([_message(model, inputs, {})]), metadata=_STREAM_METADATA)
+        call = self._stub.ModelStreamInfer(iter([_message(model, inputs, {})]))
+        reader = _StreamReader()
         try:
             with translated():
                 while (response := await asyncio.wait_for(call.read(), self._timeout)) is not grpc.aio.EOF:
-                    if outputs := _stream_outputs(response):
+                    if outputs := reader.take(response):
                         yield outputs
+                reader.finish()
         except asyncio.TimeoutError:
             raise _no_answer(self._timeout) from None
         finally:

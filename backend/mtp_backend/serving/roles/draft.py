@@ -17,7 +17,7 @@ class DraftReply(TritonReply):
 
     def answer(self, message: Proposed) -> None:
         drafts = triton_io.tensor("next_draft_ids", message.draft_ids, np.int64, (1, -1))
-        triton_io.send(self.sender, [drafts], final=True)
+        self.send([drafts], final=True)
 
 
 class DraftRole(Role):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mtp_backend import checks
+from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import triton_io
 from mtp_backend.serving.messages import Generate, Generated
 from mtp_backend.serving.roles.role import Role, Submission, TritonReply
@@ -16,8 +17,8 @@ from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 SCALARS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
 # Options of the answer, with their defaults.
 OPTIONS = {"stream": False, "exclude_input_in_output": True}
-# Parameters that Triton's own frontends add.
-RESERVED = "triton_"
+# Parameters that Triton's own frontends add: names and beginnings of names.
+RESERVED, RESERVED_PREFIX = "id", "triton_"
 
 
 class GenerateReply(TritonReply):
@@ -34,8 +35,7 @@ class GenerateReply(TritonReply):
     def answer(self, message: Generated) -> None:
         text, self._echo = self._echo + message.text, ""
         drafts, accepted = message.num_draft_tokens, message.num_accepted_draft_tokens
-        triton_io.send(
-            self.sender,
+        self.send(
             [
                 triton_io.tensor("text_output", text.encode(), object, (1,)),
                 triton_io.tensor("output_ids", message.token_ids, np.int64, (-1,)),
@@ -55,9 +55,10 @@ class GenerateRole(Role):
     """Takes a parameter from its own input, else from the JSON object, else from the request parameters."""
 
     def submission(self, request: Any) -> Submission:
-        prompt = triton_io.scalar(request, "text_input")
+        prompt = triton_io.scalar(request, "text_input") or ""  # this server lets a required input be left out
         values = self._request_parameters(request)
-        given = triton_io.scalar(request, "sampling_parameters") or values.pop("sampling_parameters", None)
+        below = values.pop("sampling_parameters", None)
+        given = triton_io.scalar(request, "sampling_parameters") or below
         values.update(triton_io.json_object("sampling_parameters", given) or {})
         for name in SCALARS:
             value = triton_io.scalar(request, name)
@@ -71,6 +72,7 @@ class GenerateRole(Role):
             below = values.pop(name, default)
             value = triton_io.scalar(request, name)
             options[name] = checks.boolean(name, below if value is None else value)
+        SamplingParams.from_dict(values)
         token_ids = self.tokenize("text_input", prompt)
         return (
             lambda number: Generate(number, token_ids, values, options["stream"]),
@@ -79,4 +81,6 @@ class GenerateRole(Role):
 
     def _request_parameters(self, request: Any) -> dict[str, Any]:
         values = json.loads(request.parameters() or "{}")
-        return {name: value for name, value in values.items() if not name.startswith(RESERVED)}
+        return {
+            name: value for name, value in values.items() if name != RESERVED and not name.startswith(RESERVED_PREFIX)
+        }

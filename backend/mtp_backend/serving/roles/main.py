@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import triton_io
 from mtp_backend.serving.messages import Step, Stepped
 from mtp_backend.serving.roles.role import Role, Submission, TritonReply
@@ -16,8 +17,7 @@ class MainReply(TritonReply):
     """Sends a step's outcome."""
 
     def answer(self, message: Stepped) -> None:
-        triton_io.send(
-            self.sender,
+        self.send(
             [
                 triton_io.tensor("output_ids", message.token_ids, np.int64, (1, -1)),
                 triton_io.tensor("text_output", message.text.encode(), object, (1, 1)),
@@ -51,6 +51,7 @@ class MainRole(Role):
         step = triton_io.scalar(request, "step")
         parameters = triton_io.scalar(request, "sampling_parameters")
         params = triton_io.json_object("sampling_parameters", parameters) if parameters else None
+        SamplingParams.from_dict(params or {})
         return (
             lambda number: Step(number, sequence, start, end, token_ids, draft_ids, step, params),
             MainReply(request),

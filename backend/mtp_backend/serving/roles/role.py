@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from mtp_backend.serving import triton_io
 from mtp_backend.serving.engine_client import EngineClient
 from mtp_backend.serving.messages import Message
 
+log = logging.getLogger("mtp.role")
 Submission = tuple[Callable[[int], Message], "TritonReply"]
 
 
@@ -23,7 +26,9 @@ class TritonReply(ABC):
     """Sends the engine's answers to one Triton request. Implements `engine_client.Reply`."""
 
     def __init__(self, request: Any) -> None:
-        self.sender = request.get_response_sender()
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._finished = False
 
     @abstractmethod
     def answer(self, message: Message) -> None:
@@ -31,11 +36,21 @@ class TritonReply(ABC):
 
     def fail(self, error: MtpError) -> None:
         """Sends the error that ends the request."""
-        triton_io.send_error(self.sender, error)
+        with self._lock:
+            self._finished = True
+            triton_io.send_error(self._sender, error)
 
     def is_cancelled(self) -> bool:
         """Whether the client has withdrawn the request."""
-        return self.sender.is_cancelled()
+        # Asking about a request that has had its last answer crashes the server.
+        with self._lock:
+            return not self._finished and self._sender.is_cancelled()
+
+    def send(self, tensors: list[Any], final: bool) -> None:
+        """Sends one response."""
+        with self._lock:
+            self._finished = final
+            triton_io.send(self._sender, tensors, final)
 
 
 class Role(ABC):
@@ -67,6 +82,10 @@ class Role(ABC):
                 submission = self.submission(request)
             except MtpError as error:
                 triton_io.send_error(request.get_response_sender(), error)
+            except Exception as error:
+                # The server crashes when this batch fails as a whole after some of it has been answered.
+                log.exception("a request could not be read")
+                triton_io.send_error(request.get_response_sender(), MtpError(f"{type(error).__name__}: {error}"))
             else:
                 if submission is not None:
                     submissions.append(submission)
@@ -94,7 +113,11 @@ class Role(ABC):
         limit = self.client.max_model_len * self._longest_token
         if self._tokenizer is not None and len(text) > limit:
             raise InvalidArgument(field, f"{len(text)} characters", f"at most {limit} characters")
-        return encode(self._tokenizer, field, text, start=start)
+        token_ids = encode(self._tokenizer, field, text, start=start)
+        if len(token_ids) >= self.client.max_model_len:
+            allowed = f"1 … {self.client.max_model_len - 1} tokens (max_model_len − 1)"
+            raise InvalidArgument(field, f"{len(token_ids)} tokens", allowed)
+        return token_ids
 
 
 def role_for(arguments: dict[str, str]) -> Role:

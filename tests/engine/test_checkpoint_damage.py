@@ -1,0 +1,270 @@
+"""Every damaged checkpoint is refused with a message that names the file and the tensor or key."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from mtp_backend import LLM
+from mtp_backend.errors import CheckpointError
+from reference.checkpoints import edit_config, edit_tensors, save_random, shard
+
+INDEX = "model.safetensors.index.json"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    return {
+        model_type: save_random(tmp_path_factory.mktemp(model_type), model_type)
+        for model_type in ("deepseek_v3", "glm4_moe")
+    }
+
+
+@pytest.fixture
+def refusal(originals, tmp_path):
+    """refusal(damage, model_type, k): the message about a copy that `damage` was done to."""
+
+    def message(damage, model_type="deepseek_v3", k=1):
+        directory = tmp_path / "checkpoint"
+        shutil.copytree(originals[model_type], directory)
+        damage(directory)
+        with pytest.raises(CheckpointError) as error:
+            LLM(str(directory), {"num_speculative_tokens": k} if k else None, num_threads=1)
+        return str(error.value)
+
+    return message
+
+
+def remove(name):
+    return lambda directory: (directory / name).unlink()
+
+
+def truncate(name, keep):
+    return lambda directory: (directory / name).write_bytes((directory / name).read_bytes()[:keep])
+
+
+def write(name, text):
+    return lambda directory: (directory / name).write_text(text)
+
+
+def sharded(damage):
+    def run(directory):
+        shard(directory, 2)
+        damage(directory)
+
+    return run
+
+
+def index(edit):
+    def run(directory):
+        values = json.loads((directory / INDEX).read_text())
+        edit(values)
+        (directory / INDEX).write_text(json.dumps(values))
+
+    return sharded(run)
+
+
+def tensors(edit):
+    return lambda directory: edit_tensors(directory, edit)
+
+
+def values(**changes):
+    return lambda directory: edit_config(directory, lambda config: config.update(changes))
+
+
+def without(key):
+    return lambda directory: edit_config(directory, lambda config: config.pop(key))
+
+
+SHARD = "model-00002-of-00002.safetensors"
+FILES = {
+    "no directory": (shutil.rmtree, ["model", "checkpoint", "directory"]),
+    "no config.json": (remove("config.json"), ["checkpoint/config.json", "missing"]),
+    "config.json cut off": (truncate("config.json", 50), ["checkpoint/config.json", "JSON"]),
+    "config.json not UTF-8": (
+        lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'),
+        ["config.json", "JSON"],
+    ),
+    "config.json a list": (write("config.json", "[]"), ["config.json", "object"]),
+    "generation_config.json broken": (write("generation_config.json", "{"), ["generation_config.json", "JSON"]),
+    "no tensors": (remove("model.safetensors"), ["checkpoint", "model.safetensors"]),
+    "tensors cut off": (truncate("model.safetensors", 20_000), ["checkpoint/model.safetensors"]),
+    "tensors empty": (truncate("model.safetensors", 0), ["checkpoint/model.safetensors"]),
+    "a directory for a file": (
+        lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
+        ["checkpoint", "model.safetensors"],
+    ),
+    "no shard": (sharded(remove(SHARD)), [SHARD, "missing"]),
+    "shard cut off": (sharded(truncate(SHARD, 1000)), [SHARD]),
+    "index broken": (sharded(write(INDEX, "{")), [INDEX, "JSON"]),
+    "index without map": (index(lambda values: values.pop("weight_map")), [INDEX, "weight_map"]),
+    "index maps to a number": (index(lambda values: values["weight_map"].update({NORM: 1})), [INDEX, "weight_map"]),
+    "index path outside": (
+        index(lambda values: values["weight_map"].update({NORM: "../model.safetensors"})),
+        [INDEX, NORM, "'../model.safetensors'"],
+    ),
+    "index path absolute": (
+        index(lambda values: values["weight_map"].update({NORM: "/etc/passwd"})),
+        [INDEX, NORM, "/etc/passwd"],
+    ),
+    "index path the parent": (index(lambda values: values["weight_map"].update({NORM: ".."})), [INDEX, NORM, "'..'"]),
+    "index path empty": (index(lambda values: values["weight_map"].update({NORM: ""})), [INDEX, NORM, "''"]),
+    "tensor in another shard": (
+        index(lambda values: values["weight_map"].update(dict.fromkeys(values["weight_map"], SHARD))),
+        [SHARD, "tensor"],
+    ),
+    "tensor not in the index": (index(lambda values: values["weight_map"].pop(NORM)), ["checkpoint", NORM, "missing"]),
+}
+TENSORS = {
+    "missing": (lambda found: found.pop(NORM), [NORM, "missing"]),
+    "last expert missing": (
+        lambda found: found.pop("model.layers.2.mlp.experts.7.up_proj.weight"),
+        ["layers.2.mlp.experts.7.up_proj", "missing"],
+    ),
+    "head missing": (lambda found: found.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
+    "transposed": (
+        lambda found: found.update(
+            {"model.layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"].T.contiguous()}
+        ),
+        ["model.layers.0.mlp.up_proj.weight", "[32, 40]", "[40, 32]"],
+    ),
+    "a row too few": (lambda found: found.update({NORM: found[NORM][:-1].clone()}), [NORM, "[31]", "[32]"]),
+    "integers": (lambda found: found.update({NORM: found[NORM].to(torch.int8)}), [NORM, "int8"]),
+    "float8": (lambda found: found.update({NORM: found[NORM].to(torch.float8_e4m3fn)}), [NORM, "float8"]),
+    "not asked for by config.json": (
+        lambda found: found.update({"model.layers.1.self_attn.o_proj.bias": torch.zeros(32)}),
+        ["model.layers.1.self_attn.o_proj.bias", "config.json"],
+    ),
+    "MTP layer missing": (
+        lambda found: [found.pop(name) for name in list(found) if name.startswith("model.layers.3.")],
+        ["MTP", "model.layers.3.eh_proj.weight"],
+    ),
+    "MTP norm missing": (
+        lambda found: found.pop("model.layers.3.hnorm.weight"),
+        ["model.layers.3.hnorm.weight", "missing"],
+    ),
+    "MTP embedding of another size": (
+        lambda found: found.update({"model.layers.3.embed_tokens.weight": torch.zeros(95, 32)}),
+        ["model.layers.3.embed_tokens.weight", "[95, 32]", "[96, 32]"],
+    ),
+}
+CONFIGS = {
+    "unknown model_type": (values(model_type="llama"), ["model_type", "'llama'", "deepseek_v3", "glm4_moe"]),
+    "no model_type": (without("model_type"), ["model_type", "None"]),
+    "model_type a list": (values(model_type=["glm4_moe"]), ["model_type", "['glm4_moe']"]),
+    "missing field": (without("kv_lora_rank"), ["kv_lora_rank", "missing"]),
+    "text for a number": (values(hidden_size="32"), ["hidden_size", "'32'", "int"]),
+    "fraction for a count": (values(num_hidden_layers=3.5), ["num_hidden_layers", "3.5"]),
+    "boolean for a count": (values(n_group=True), ["n_group", "True"]),
+    "number for a boolean": (values(norm_topk_prob=1), ["norm_topk_prob", "1"]),
+    "null": (values(vocab_size=None), ["vocab_size", "None"]),
+    "negative": (values(rms_norm_eps=-1e-6), ["rms_norm_eps", "-1e-06"]),
+    "no layers": (values(num_hidden_layers=0), ["num_hidden_layers", "0"]),
+    "no groups": (values(n_group=0), ["n_group", "0"]),
+    "no heads": (values(num_attention_heads=0), ["num_attention_heads", "0"]),
+    "unknown dtype": (values(dtype="float8"), ["dtype", "'float8'", "bfloat16"]),
+    "dtype a list": (values(dtype=["float32"]), ["dtype", "['float32']"]),
+    "end token a text": (
+        lambda path: ((path / "generation_config.json").unlink(), values(eos_token_id="</s>")(path)),
+        ["eos_token_id", "'</s>'"],
+    ),
+    "more experts per token than experts": (values(num_experts_per_tok=9), ["num_experts_per_tok", "9", "1 … 4"]),
+    "more experts per token than in the groups": (values(topk_group=1), ["num_experts_per_tok", "3", "1 … 2"]),
+    "groups that do not divide": (values(n_group=3), ["n_group", "3", "8"]),
+    "groups of one expert": (values(n_group=8, topk_group=4), ["n_group", "8"]),
+    "more groups taken than there are": (values(topk_group=5), ["topk_group", "5", "4"]),
+    "odd rotary size": (values(qk_rope_head_dim=15), ["qk_rope_head_dim", "15"]),
+    "unknown rope": (values(rope_parameters={"rope_type": "longrope"}), ["longrope", "yarn"]),
+    "rope a list": (values(rope_parameters=["yarn"]), ["rope_parameters", "['yarn']"]),
+    "rope_scaling a text": (values(rope_parameters=None, rope_scaling="yarn"), ["rope_scaling", "'yarn'"]),
+    "YaRN without factor": (
+        values(rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 32}),
+        ["rope_parameters", "factor"],
+    ),
+    "YaRN factor a text": (
+        values(rope_parameters={"rope_type": "yarn", "factor": "8", "original_max_position_embeddings": 32}),
+        ["factor", "'8'"],
+    ),
+    "YaRN from no length": (
+        values(rope_parameters={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 0}),
+        ["original_max_position_embeddings", "0"],
+    ),
+    "YaRN factor below one": (
+        values(rope_parameters={"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 32}),
+        ["factor", "0.5"],
+    ),
+    "YaRN with its own attention factor": (
+        values(
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 0.9,
+            }
+        ),
+        ["rope_parameters", "attention_factor", "0.9"],
+    ),
+    "another activation": (values(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
+    "another scoring": (values(scoring_func="softmax"), ["scoring_func", "'softmax'", "sigmoid"]),
+    "another routing": (values(topk_method="greedy"), ["topk_method", "'greedy'", "noaux_tc"]),
+    "no MTP layer": (values(num_nextn_predict_layers=0), ["num_nextn_predict_layers", "0"]),
+    "two MTP layers": (values(num_nextn_predict_layers=2), ["num_nextn_predict_layers", "2"]),
+    "a layer too few": (values(num_hidden_layers=2), ["model.layers.2.eh_proj.weight"]),
+    "a layer too many": (values(num_hidden_layers=4), ["model.layers.4.eh_proj.weight"]),
+    "other dense layers": (values(first_k_dense_replace=2), ["model.layers.1.mlp.gate_proj.weight"]),
+    "an expert too few": (
+        values(n_routed_experts=7, n_group=1, topk_group=1),
+        ["mlp.gate.weight", "[8, 32]", "[7, 32]"],
+    ),
+}
+GLM_CONFIGS = {
+    "KV heads that do not divide": (values(num_key_value_heads=3), ["num_key_value_heads", "3", "4"]),
+    "no KV heads": (values(num_key_value_heads=0), ["num_key_value_heads", "0"]),
+    "no rotary": (values(partial_rotary_factor=0.0), ["partial_rotary_factor", "0.0"]),
+    "rotary factor missing": (values(rope_parameters={"rope_theta": 1e4}), ["partial_rotary_factor", "missing"]),
+    "odd rotated dimensions": (values(partial_rotary_factor=0.45), ["partial_rotary_factor", "0.45"]),
+    "QK norms not asked for": (values(use_qk_norm=False), ["model.layers.0.self_attn.k_norm.weight", "config.json"]),
+    "biases asked for": (values(attention_bias=True), ["model.layers.0.self_attn.q_proj.bias", "missing"]),
+}
+# Without speculation nothing reads the MTP layer, and a wrong number of layers would give wrong text.
+PLAIN_CONFIGS = {
+    "a layer too few": (values(num_hidden_layers=2), ["model.layers.3.", "num_hidden_layers 2"]),
+    "a layer too many": (values(num_hidden_layers=4), ["model.layers.3.", "num_hidden_layers 4"]),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files(case, refusal):
+    damage, named = FILES[case]
+    message = refusal(damage)
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors(case, refusal):
+    edit, named = TENSORS[case]
+    message = refusal(tensors(edit))
+    assert all(part in message for part in ["checkpoint", *named]), message
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_config(case, refusal):
+    damage, named = CONFIGS[case]
+    message = refusal(damage)
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize("case", GLM_CONFIGS)
+def test_glm_config(case, refusal):
+    damage, named = GLM_CONFIGS[case]
+    message = refusal(damage, "glm4_moe")
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize("case", PLAIN_CONFIGS)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_config_without_speculation(case, model_type, refusal):
+    damage, named = PLAIN_CONFIGS[case]
+    message = refusal(damage, model_type, k=0)
+    assert all(part in message for part in named), message

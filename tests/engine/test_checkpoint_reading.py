@@ -1,0 +1,185 @@
+"""Reading checkpoints: files, shards, dtypes, and what the MTP layer shares with the target."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.errors import CheckpointError
+from mtp_backend.models import build_networks
+from mtp_backend.ops import ops_for
+from reference.checkpoints import edit_config, edit_tensors, save_random, shard
+from safetensors.torch import load_file
+
+
+def networks(directory, with_mtp=True, dtype=torch.float32):
+    return build_networks(
+        Checkpoint(directory),
+        with_mtp=with_mtp,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_positions=8,
+        ops=ops_for("cpu"),
+    )
+
+
+@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+def directory(request, tmp_path):
+    return save_random(tmp_path / "checkpoint", request.param)
+
+
+def test_shards_give_the_same_tensors(directory):
+    tensors = load_file(directory / "model.safetensors")
+    whole = networks(directory)
+    shard(directory, 3)
+    checkpoint = Checkpoint(directory)
+    assert checkpoint.names == set(tensors)
+    assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
+    assert checkpoint.dtype == torch.float32
+    for part in ("target", "mtp"):
+        before, after = (getattr(built, part).state_dict() for built in (whole, networks(directory)))
+        assert before.keys() == after.keys()
+        assert all(map(torch.equal, before.values(), after.values()))
+
+
+def test_index_wins_over_a_single_file(directory):
+    tensors = load_file(directory / "model.safetensors")
+    shard(directory, 2)
+    (directory / "model.safetensors").write_bytes(b"left over")
+    assert Checkpoint(directory).names == set(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_take_the_asked_dtype(directory, dtype):
+    """The router stays in float32: it chooses experts by small differences."""
+    for name, parameter in networks(directory, dtype=dtype).target.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".gate." in name else dtype), name
+
+
+def test_float16_and_bfloat16_tensors_are_read(directory):
+    def narrow(tensors):
+        for name, dtype in (("lm_head.weight", torch.float16), ("model.norm.weight", torch.bfloat16)):
+            tensors[name] = tensors[name].to(dtype)
+
+    edit_tensors(directory, narrow)
+    tensors, target = load_file(directory / "model.safetensors"), networks(directory).target
+    assert torch.equal(target.lm_head.weight, tensors["lm_head.weight"].float())
+    assert torch.equal(target.model.norm.weight, tensors["model.norm.weight"].float())
+
+
+def test_mtp_tensors_may_be_absent_without_speculation(directory):
+    edit_tensors(directory, drop_mtp)
+    edit_config(directory, lambda config: config.update(num_nextn_predict_layers=0))
+    assert networks(directory, with_mtp=False).mtp is None
+
+
+def test_stored_rotary_frequencies_are_left_out(directory):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(directory, lambda tensors: tensors.update({name: torch.ones(8)}))
+    assert networks(directory).mtp is not None
+
+
+def drop_mtp(tensors):
+    for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+        del tensors[name]
+
+
+SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+@pytest.mark.parametrize("how", ["absent", "repeated"])
+def test_mtp_shares_the_target_tensors_that_it_repeats(directory, how):
+    def share(tensors):
+        for own, shared in SHARED.items():
+            tensors.pop("model.layers.3." + own)
+            if how == "repeated":
+                tensors["model.layers.3." + own] = tensors[shared].clone()
+
+    edit_tensors(directory, share)
+    built = networks(directory)
+    assert built.mtp.embed_tokens.weight.data_ptr() == built.target.model.embed_tokens.weight.data_ptr()
+    assert built.mtp.shared_head.head.weight.data_ptr() == built.target.lm_head.weight.data_ptr()
+
+
+def test_mtp_keeps_tensors_of_its_own(directory):
+    tensors, built = load_file(directory / "model.safetensors"), networks(directory)
+    for own, shared in (
+        (built.mtp.embed_tokens, built.target.model.embed_tokens),
+        (built.mtp.shared_head.head, built.target.lm_head),
+    ):
+        assert own.weight.data_ptr() != shared.weight.data_ptr()
+    assert torch.equal(built.mtp.embed_tokens.weight, tensors["model.layers.3.embed_tokens.weight"])
+    assert torch.equal(built.mtp.shared_head.head.weight, tensors["model.layers.3.shared_head.head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [(None, 7, [7]), (None, [3, 4], [3, 4]), (5, 7, [5]), ([5, 6], 7, [5, 6]), (None, None, []), ("absent", 7, [7])],
+)
+def test_end_tokens(directory, generation, config, expected):
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        values = {} if generation == "absent" else {"eos_token_id": generation}
+        (directory / "generation_config.json").write_text(json.dumps(values))
+    edit_config(directory, lambda values: values.update(eos_token_id=config))
+    assert Checkpoint(directory).eos_token_ids == expected
+
+
+def quantise(directory, block=(8, 8)):
+    """Turns every projection of a checkpoint into FP8 with a scale per block; returns the values that it then holds."""
+    held = {}
+
+    def edit(tensors):
+        for name, weight in list(tensors.items()):
+            if "_proj" in name and weight.ndim == 2 and "eh_proj" not in name:
+                blocks = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
+                scale = torch.rand(blocks) * 0.01 + 0.001
+                wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+                wide = wide[: weight.shape[0], : weight.shape[1]]
+                tensors[name] = (weight / wide).to(torch.float8_e4m3fn)
+                tensors[name + "_scale_inv"] = scale
+                held[name] = tensors[name].float() * wide
+
+    edit_tensors(directory, edit)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    edit_config(directory, lambda config: config.update(quantization_config=quantization))
+    return held
+
+
+def test_fp8_weights_are_dequantised(directory, tmp_path):
+    """As the same network whose weights are stored in float32 after dequantising."""
+    wide = shutil.copytree(directory, tmp_path / "wide")
+    edit_tensors(wide, lambda tensors: tensors.update(quantise(directory)))
+    for part in ("target", "mtp"):
+        before, after = (getattr(networks(built), part).state_dict() for built in (wide, directory))
+        assert before.keys() == after.keys()
+        assert all(map(torch.equal, before.values(), after.values()))
+
+
+SCALE = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+FP8_DAMAGE = {
+    "missing scale": (lambda tensors: tensors.pop(SCALE), [SCALE, "missing"]),
+    "scale of another shape": (lambda tensors: tensors.update({SCALE: torch.ones(1, 1)}), [SCALE, "[1, 1]"]),
+    "scale not finite": (lambda tensors: tensors[SCALE].fill_(float("nan")), [SCALE, "not finite"]),
+}
+
+
+@pytest.mark.parametrize("damage", FP8_DAMAGE)
+def test_fp8_damage_is_refused_by_name(damage, directory):
+    edit, words = FP8_DAMAGE[damage]
+    quantise(directory)
+    edit_tensors(directory, edit)
+    with pytest.raises(CheckpointError) as refusal:
+        networks(directory)
+    assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "quantization", [None, {"quant_method": "compressed-tensors"}, {"quant_method": "fp8", "weight_block_size": [0, 8]}, "fp8"]
+)
+def test_other_quantisation_is_refused(quantization, directory):
+    quantise(directory)
+    edit_config(directory, lambda config: config.update(quantization_config=quantization))
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        networks(directory)

@@ -1,0 +1,114 @@
+"""The MTP module and the drafter against a plain reference and against transformers."""
+
+import random
+from unittest.mock import patch
+
+import pytest
+import torch
+from mtp_backend import LLM, SamplingParams
+from mtp_backend.speculation import DraftWork
+from reference.checkpoints import DEMO, FEATURES, greedy, save_random, transformers_model
+from reference.mtp import MtpReference
+from reference.paged import Paged, propose
+from tokenizers import Tokenizer
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+TOLERANCE = 1e-4
+LENGTHS = [2, 5, 18, 41]
+TEXT = "And God said, Let there be light: and there was light. And God saw the light, that it was good."
+
+
+@pytest.fixture(scope="module", params=[*(f"{name}-demo" for name in DEMO), *FEATURES])
+def directory(request, tmp_path_factory):
+    if request.param.endswith("-demo"):
+        return DEMO[request.param.removesuffix("-demo")]
+    model_type, changes = FEATURES[request.param]
+    return save_random(tmp_path_factory.mktemp(request.param), model_type, **changes)
+
+
+@pytest.fixture(scope="module")
+def reference(directory):
+    return MtpReference(directory)
+
+
+@pytest.fixture(scope="module")
+def sequences(reference):
+    """Tokens t[0] … t[n] of several lengths n + 1."""
+    vocabulary = reference.config["vocab_size"]
+    return [random.Random(length).choices(range(vocabulary), k=length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def hidden(directory, sequences):
+    """h[0] … h[n] of each sequence, from transformers."""
+    model = transformers_model(directory).model
+    with torch.no_grad():
+        return [model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences]
+
+
+@pytest.mark.parametrize(("chunk", "block_size"), [(64, 16), (5, 4), (1, 3)])
+@torch.inference_mode()
+def test_extend_logits(directory, reference, sequences, hidden, chunk, block_size):
+    """All rows of a prompt, at once or in chunks, from the target's own hidden rows."""
+    paged = Paged(directory, block_size=block_size)
+    tables = [paged.new_table(len(tokens)) for tokens in sequences]
+    own_hidden = [rows[:-1] for rows in paged.hidden(sequences, tables, chunk)]
+    rows = paged.draft_rows([tokens[1:] for tokens in sequences], own_hidden, tables, chunk)
+    for tokens, target_rows, row in zip(sequences, hidden, rows, strict=True):
+        expected = reference.logits(reference.rows(tokens[1:], target_rows[:-1]))
+        assert (paged.networks.mtp.logits(row) - expected).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def test_draft_chains(directory, reference, sequences, hidden):
+    """Two rounds of drafts for a ragged batch: the second one overwrites what the first one's drafts have cached."""
+    paged = Paged(directory)
+    tables = [paged.new_table(len(tokens) + 4) for tokens in sequences]
+    starts = [0] * len(sequences)
+    for number, fraction in enumerate((0.6, 1.0)):
+        ends = [max(1, int((len(tokens) - 1) * fraction)) for tokens in sequences]
+        indices = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end]
+        middles = [(start + end) // 2 for start, end in zip(starts, ends, strict=True)]
+        # The first half only brings the cache up to date; the drafts follow the last position of the second half.
+        halves = [index for index in indices if starts[index] < middles[index]]
+        propose(
+            paged, [work_of(sequences, hidden, tables, index, starts[index], middles[index], 0) for index in halves]
+        )
+        work = [
+            work_of(sequences, hidden, tables, index, middles[index], ends[index], (index + 2 + number) % 5)
+            for index in indices
+        ]
+        for index, item, (drafts, logits) in zip(indices, work, propose(paged, work), strict=True):
+            assert len(drafts) == item.num_drafts
+            if drafts:
+                end = ends[index]
+                expected, rows = reference.chain(sequences[index][: end + 1], hidden[index][:end], item.num_drafts)
+                assert (logits - rows).abs().max() < TOLERANCE
+                assert drafts == expected
+        starts = ends
+
+
+def work_of(sequences, hidden, tables, index, start, end, num_drafts):
+    return DraftWork(sequences[index][start + 1 : end + 1], hidden[index][start:end], start, tables[index], num_drafts)
+
+
+@pytest.mark.parametrize("name", DEMO)
+def test_speculation_of_transformers_drafts_the_same(name):
+    """Tokens, verify steps and accepted drafts at k = 1 are those of generate(use_mtp=True)."""
+    prompt = Tokenizer.from_file(str(DEMO[name] / "tokenizer.json")).encode(TEXT).ids
+    offered = []
+    original = MTPCandidateGenerator.get_candidates
+
+    def recorded(self, input_ids, *args, **kwargs):
+        ids, logits = original(self, input_ids, *args, **kwargs)
+        offered.append(ids[0].tolist())
+        return ids, logits
+
+    with patch.object(MTPCandidateGenerator, "get_candidates", recorded):
+        ids = greedy(transformers_model(DEMO[name]), prompt, 100, use_mtp=True)
+    llm = LLM(str(DEMO[name]), {"num_speculative_tokens": 1}, dtype="float32", num_threads=1, max_model_len=256)
+    output = llm.generate(prompt, SamplingParams(max_tokens=100, ignore_eos=True))[0]
+    assert output.token_ids == ids[len(prompt) :]
+    drafted = [draft for draft in offered if len(prompt) + 1 < len(draft) < len(ids)]
+    accepted = sum(draft == ids[: len(draft)] for draft in drafted)
+    assert (len(drafted), accepted) == (output.num_spec_steps, output.num_accepted_draft_tokens)

@@ -1,0 +1,1 @@
+"""Oracles and checkpoints for the engine's tests."""

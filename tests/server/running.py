@@ -1,0 +1,195 @@
+"""Real servers, each with a repository, ports and a temporary folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = Path(sys.prefix) / "bin"
+TEMPLATES = ROOT / "model_repository" / "templates"
+VALUES = ROOT / "model_repository" / "values"
+START_SECONDS = 120
+STOP_SECONDS = 60
+
+
+def wait_for(condition, seconds, what):
+    """Waits until `condition()` is true and returns what it gave."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s: {what() if callable(what) else what}"
+        time.sleep(0.05)
+    return value
+
+
+def process_table():
+    """pid → (parent's pid, command name) of every process that is no zombie."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (entry / "stat").read_text(), re.S).groups()
+            except OSError:  # it has just ended
+                continue
+            state, parent = fields.split()[:2]
+            if state != "Z":
+                table[int(entry.name)] = (int(parent), name)
+    return table
+
+
+@dataclass
+class Server:
+    """A running server. `temporary` is its TMPDIR; `stop` checks that nothing of it remains."""
+
+    process: subprocess.Popen
+    http_url: str
+    grpc_url: str
+    metrics_url: str
+    repository: Path
+    temporary: Path
+    log: Path
+    stopped: bool = False
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def engine_pid(self):
+        """The engine's process id, None while there is no engine."""
+        for file in self.temporary.glob("mtp-*/engine.pid"):
+            if (pid := int(file.read_text())) in process_table():
+                return pid
+        return None
+
+    def descendants(self):
+        """Process ids of the stubs and the engine."""
+        table, found = process_table(), {self.pid}
+        while new := {pid for pid, (parent, _) in table.items() if parent in found} - found:
+            found |= new
+        return found - {self.pid} | ({engine} if (engine := self.engine_pid()) else set())
+
+    def engine_load(self, seconds=0.5):
+        """Share of a processor that the engine uses."""
+        stat = Path(f"/proc/{self.engine_pid()}/stat")
+
+        def used():
+            return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+        before = used()
+        time.sleep(seconds)
+        return (used() - before) / seconds
+
+    def shared_memory(self):
+        """Shared memory files that the server has mapped."""
+        return set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{self.pid}/maps").read_text()))
+
+    def tail(self):
+        return "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
+
+    def ready(self):
+        assert self.process.poll() is None, f"the server ended:\n{self.tail()}"
+        host, port = self.http_url.split(":")
+        try:
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")
+                return b" 200 " in connection.recv(100)
+        except OSError:
+            return False
+
+    def alive(self, processes):
+        table = process_table()
+        return {pid: table[pid][1] for pid in processes if pid in table}
+
+    def stop(self, by=signal.SIGTERM):
+        """Ends the server by signal and checks that its processes, shared memory and temporary files are gone."""
+        if self.stopped:
+            return
+        self.stopped = True
+        assert self.process.poll() is None, f"the server ended by itself:\n{self.tail()}"
+        processes, memory = self.descendants(), self.shared_memory()
+        assert processes and memory, self.tail()
+        self.process.send_signal(by)
+        try:
+            self.process.wait(STOP_SECONDS)
+            wait_for(lambda: not self.alive(processes), 20, lambda: f"end of {self.alive(processes)}\n{self.tail()}")
+            wait_for(lambda: not list(self.temporary.glob("mtp-*")), 5, lambda: list(self.temporary.rglob("*")))
+            if by != signal.SIGKILL:  # killed at once, Triton itself leaves its shared memory behind
+                assert not [path for path in memory if Path(path).exists()]
+        finally:
+            self.kill(processes, memory)
+
+    def kill(self, processes, memory):
+        """Leaves nothing behind, whatever happened."""
+        for pid in {*processes, self.pid} & process_table().keys():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        for path in memory:
+            Path(path).unlink(missing_ok=True)
+
+
+def free_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
+def create_repository(output, values, overrides, run=subprocess.run):
+    command = [COMMANDS / "mtp", "repository", "create", output, "--templates", TEMPLATES, "--values", VALUES / values]
+    for name, value in overrides.items():
+        command += ["--set", f"{name}={value}"]
+    return run(command, check=True, capture_output=True, text=True)
+
+
+def command_line(repository, plain):
+    """The server's command: `mtp serve`, or Triton's own program with its own options."""
+    http, grpc, metrics = free_ports(3)
+    if plain:
+        from mtp_backend.serving import tritonserver
+
+        launcher = tritonserver.install(Path(sys.prefix) / "tritonserver")
+        command = [launcher, f"--model-repository={repository}", "--http-address=127.0.0.1", f"--http-port={http}"]
+        command += ["--grpc-address=127.0.0.1", f"--grpc-port={grpc}"]
+        command += ["--metrics-address=127.0.0.1", f"--metrics-port={metrics}"]
+    else:
+        command = [COMMANDS / "mtp", "serve", repository]
+        command += ["--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
+    return command, [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
+
+
+@contextmanager
+def running_server(values="deepseek-demo.toml", plain=False, **overrides):
+    """Runs a server of its own and stops it, with all checks of `Server.stop`."""
+    # Directly in the system's folder: paths of local sockets are at most 107 characters long.
+    folder = Path(tempfile.mkdtemp(prefix="mtp-test-"))
+    try:
+        create_repository(folder / "repository", values, {"dtype": "float32", **overrides})
+        (folder / "tmp").mkdir()
+        command, urls = command_line(folder / "repository", plain)
+        with open(folder / "log", "w") as log:
+            process = subprocess.Popen(
+                list(map(str, command)), stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(folder / "tmp")}
+            )
+        server = Server(process, *urls, folder / "repository", folder / "tmp", folder / "log")
+        try:
+            wait_for(server.ready, START_SECONDS, lambda: f"ready\n{server.tail()}")
+            yield server
+        except BaseException:
+            # One failure is enough: here only the processes matter.
+            if process.poll() is None:
+                server.kill(server.descendants(), server.shared_memory())
+            raise
+        server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

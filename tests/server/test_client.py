@@ -1,0 +1,181 @@
+"""mtp_client and its command against the real server."""
+
+import asyncio
+import json
+import subprocess
+from contextlib import aclosing
+
+import pytest
+
+from mtp_client import AsyncClient, Client, InvalidArgument, NotFound, SequenceLost, Unavailable
+from server.helpers import PROMPTS, Connection
+from server.running import COMMANDS, wait_for
+from server.test_sequence_batcher import refusal
+
+PARAMS = {"max_tokens": 16, "ignore_eos": True}
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4, **PARAMS}
+PROTOCOLS = pytest.mark.parametrize("protocol", ["grpc", "http"])
+
+
+def url(server, protocol):
+    return server.grpc_url if protocol == "grpc" else server.http_url
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(request, triton_server):
+    with Client(url(triton_server, request.param), request.param) as client:
+        yield client
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("name", ["triton_server", "glm_server"])
+def test_three_ways_one_text(request, name, protocol):
+    """generate, stream and sequence give the same tokens, texts and counts."""
+    with Client(url(request.getfixturevalue(name), protocol), protocol) as client:
+        for params in (PARAMS, SAMPLED):
+            whole = client.generate(PROMPTS[2], **params)
+            chunks = list(client.stream(PROMPTS[2], **params))
+            with client.sequence(PROMPTS[2], **params) as sequence:
+                steps = list(sequence)
+            assert len(chunks) > 1 and len(steps) > 1
+            assert whole.text == "".join(chunk.text for chunk in chunks) == sequence.text
+            assert whole.token_ids == [token for chunk in chunks for token in chunk.token_ids] == sequence.token_ids
+            assert whole.finish_reason == chunks[-1].finish_reason == sequence.finish_reason == "length"
+            assert whole.num_accepted_draft_tokens == chunks[-1].num_accepted_draft_tokens == sequence.num_accepted
+            assert whole.num_draft_tokens == sequence.num_drafted > 0
+
+
+@PROTOCOLS
+def test_async(triton_server, protocol, alone):
+    wanted = alone(PROMPTS[0], **SAMPLED)
+
+    async def run():
+        async with AsyncClient(url(triton_server, protocol), protocol) as client:
+            async def stream():
+                async with aclosing(client.stream(PROMPTS[0], **SAMPLED)) as chunks:
+                    return [token async for chunk in chunks for token in chunk.token_ids]
+
+            async def steps():
+                async with client.sequence(PROMPTS[0], **SAMPLED) as sequence:
+                    return [token async for step in sequence for token in step.token_ids]
+
+            assert await client.is_ready() and await client.is_ready("speculative")
+            whole, *others = await asyncio.gather(client.generate(PROMPTS[0], **SAMPLED), stream(), steps(), steps())
+            assert [whole.token_ids, *others] == [wanted.token_ids] * 4
+
+    asyncio.run(run())
+
+
+def test_early_break(client, triton_server):
+    """Leaving the block ends the sequence on the server."""
+    with client.sequence(PROMPTS[0], sequence_id="early") as sequence:
+        for step in sequence:
+            if step.step == 2:
+                break
+    with Connection(triton_server) as connection:
+        assert "must specify the START flag" in refusal(connection.step, "early", step=3).message
+
+
+def test_closed_stream(client, triton_server):
+    """Closing a stream cancels its request."""
+    stream = client.stream(PROMPTS[0], max_tokens=4000, ignore_eos=True)
+    next(stream)
+    assert triton_server.engine_load() > 0.3
+    stream.close()
+    wait_for(lambda: triton_server.engine_load() < 0.1, 10, "an idle engine")
+
+
+def test_drafter(client, alone):
+    """Drafts of the caller's own; those of the server where it gives None."""
+    wanted = alone(PROMPTS[0], **PARAMS).token_ids
+
+    def draft(token_ids):
+        at = len(token_ids)
+        return None if at < 4 else [] if at < 6 else wanted[at : at + 2]
+
+    with client.sequence(PROMPTS[0], draft=draft, **PARAMS) as sequence:
+        steps = list(sequence)
+    assert sequence.token_ids == wanted
+    assert [step.num_accepted for step in steps if step.num_drafted == 2][-3:-1] == [2, 2]
+    assert any(step.num_drafted == 0 for step in steps[1:])
+
+
+def test_append(client, llm, alone):
+    tokenizer = llm.engine.tokenizer
+    with client.sequence(PROMPTS[0], **PARAMS) as sequence:
+        first = sequence.step()
+        second = sequence.step(text=" And he said,")
+        third = sequence.step(input_ids=[300, 301])
+    whole = tokenizer.encode(PROMPTS[0]).ids + first.token_ids + tokenizer.encode(" And he said,", add_special_tokens=False).ids
+    assert second.token_ids == alone(whole, **PARAMS).token_ids[:1]
+    whole += second.token_ids + [300, 301]
+    assert third.token_ids == alone(whole, **PARAMS).token_ids[:1]
+
+
+def test_errors(client):
+    with pytest.raises(InvalidArgument, match="temperature: got -1.0; allowed: a number in"):
+        client.generate("a", temperature=-1.0)
+    with pytest.raises(InvalidArgument, match="text_input: got ''"):
+        list(client.stream(""))
+    with pytest.raises(NotFound):
+        client.generate("a", model="none")
+    with client.sequence(PROMPTS[0]) as sequence, client.sequence(PROMPTS[0], sequence_id=sequence.sequence_id) as other:
+        sequence.step()
+        other.step()
+        other.close()
+        with pytest.raises(SequenceLost):
+            sequence.step()
+    with client.sequence([5, 5000]) as sequence, pytest.raises(InvalidArgument, match="input_ids: got 5000; allowed"):
+        sequence.step()
+    with pytest.raises(InvalidArgument, match="128 bytes"):
+        client.sequence("a", sequence_id="ä" * 65)
+
+
+def test_not_reachable():
+    with Client("127.0.0.1:1", timeout=5) as client:
+        assert not client.is_ready()
+        with pytest.raises(Unavailable):
+            client.generate("a")
+
+
+# The command mtp-client
+
+
+def command(server, protocol, *arguments):
+    line = [COMMANDS / "mtp-client", *arguments, "--url", url(server, protocol), "--protocol", protocol]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+@PROTOCOLS
+def test_command(triton_server, protocol, alone):
+    wanted = alone(PROMPTS[0], max_tokens=9)
+    for extra in ([], ["--stream"]):
+        done = command(triton_server, protocol, "generate", PROMPTS[0], "--max-tokens", "9", *extra)
+        assert (done.returncode, done.stdout, done.stderr) == (0, wanted.text + "\n", "")
+    done = command(triton_server, protocol, "generate", PROMPTS[0], "--max-tokens", "9", "--json")
+    assert json.loads(done.stdout)["token_ids"] == wanted.token_ids
+    done = command(triton_server, protocol, "sequence", PROMPTS[0], "--max-tokens", "9")
+    assert done.returncode == 0 and wanted.text in done.stdout
+    assert f"accepted {wanted.num_accepted_draft_tokens} of {wanted.num_draft_tokens} draft tokens" in done.stdout
+    done = command(triton_server, protocol, "sequence", PROMPTS[0], "--max-tokens", "9", "--json")
+    assert json.loads(done.stdout.splitlines()[-1])["text"] == wanted.text
+    done = command(triton_server, protocol, "health")
+    assert (done.returncode, done.stdout) == (0, "ready\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["generate", "a", "--temperature", "-1"], 2, "temperature: got -1.0; allowed"),
+        (["generate", ""], 2, "text_input: got ''"),
+        (["generate", "a", "--max-tokens", "many"], 2, "invalid int value"),
+        (["generate", "a", "--model", "none"], 1, "unknown model"),
+        (["sequence", ""], 2, "a prompt on a START"),
+        (["health", "--model", "none"], 1, ""),
+        ([], 2, "usage"),
+    ],
+)
+def test_command_errors(triton_server, arguments, code, message):
+    done = command(triton_server, "grpc", *arguments)
+    assert done.returncode == code and message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,181 @@
+"""The model `generate` over gRPC streams and Triton's generate extension (L0_http/generate_endpoint_test, L0_decoupled)."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from server.helpers import PROMPTS, Connection, events, generate, generate_tensors
+from server.test_sequence_batcher import refusal
+
+PARAMS = {"max_tokens": 20, "ignore_eos": True}
+SAMPLED = {"temperature": 0.9, "seed": 3, **PARAMS}
+COUNTERS = ["num_input_tokens", "num_output_tokens", "num_spec_steps", "total_draft_tokens", "total_accepted_draft_tokens"]
+
+
+def check_answer(answer, wanted):
+    """A complete answer is what the offline API gives, counters included."""
+    assert answer["text_output"] == wanted.text
+    assert answer["output_ids"] == wanted.token_ids
+    assert answer["finish_reason"] == wanted.finish_reason
+    counted = [
+        len(wanted.prompt_token_ids), len(wanted.token_ids), wanted.num_spec_steps,
+        wanted.num_draft_tokens, wanted.num_accepted_draft_tokens,
+    ]  # fmt: skip
+    assert [answer[name] for name in COUNTERS] == counted
+    assert answer["acceptance_rate"] == pytest.approx(wanted.num_accepted_draft_tokens / max(wanted.num_draft_tokens, 1))
+
+
+def joined(chunks):
+    """One answer from the deltas of a stream."""
+    assert len(chunks) > 1
+    assert [chunk["finish_reason"] != "" for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    for name in COUNTERS:
+        counts = [chunk[name] for chunk in chunks]
+        assert counts == sorted(counts)
+    ids = [chunk["output_ids"] if isinstance(chunk["output_ids"], list) else [chunk["output_ids"]] for chunk in chunks]
+    return chunks[-1] | {"text_output": "".join(chunk["text_output"] for chunk in chunks), "output_ids": sum(ids, [])}
+
+
+@pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
+def test_generate(triton_server, grpc, alone, params):
+    wanted = alone(PROMPTS[0], **params)
+    [answer] = grpc.stream(text_input=PROMPTS[0], **params)
+    check_answer(answer, wanted)
+    response = generate(triton_server, text_input=PROMPTS[0], **params)
+    assert response.status_code == 200
+    check_answer(response.json(), wanted)
+    assert wanted.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
+def test_generate_stream(triton_server, grpc, alone, params):
+    wanted = alone(PROMPTS[0], **params)
+    check_answer(joined(grpc.stream(text_input=PROMPTS[0], stream=True, **params)), wanted)
+    response = generate(triton_server, "generate_stream", text_input=PROMPTS[0], stream=True, **params)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    check_answer(joined(events(response)), wanted)
+
+
+def test_stream_false_on_generate_stream(triton_server, alone):
+    [answer] = events(generate(triton_server, "generate_stream", text_input=PROMPTS[0], **PARAMS))
+    check_answer(answer, alone(PROMPTS[0], **PARAMS))
+
+
+def test_stream_true_on_generate(triton_server):
+    """/generate takes one response only; Triton says so, with status 200."""
+    response = generate(triton_server, text_input=PROMPTS[0], stream=True, **PARAMS)
+    assert "exactly 1 response" in response.json()["error"]
+
+
+def test_unary_infer(connection):
+    error = refusal(connection.infer, "generate", generate_tensors(text_input="a"))
+    assert error.code in ("UNIMPLEMENTED", "501") and "decoupled transaction policy" in error.message
+
+
+def test_concurrent(triton_server, alone):
+    """16 requests at once, streamed or not, over both protocols, are what they are alone."""
+    cases = [
+        (PROMPTS[n % 4], {"ignore_eos": True, "max_tokens": 6 + 3 * n} | ({"temperature": 0.7, "seed": n} if n % 3 else {}))
+        for n in range(16)
+    ]
+
+    def run(number):
+        prompt, params = cases[number]
+        if number % 4 == 0:
+            return generate(triton_server, text_input=prompt, **params).json()
+        if number % 4 == 1:
+            return joined(events(generate(triton_server, "generate_stream", text_input=prompt, stream=True, **params)))
+        with Connection(triton_server) as connection:
+            if number % 4 == 2:
+                return connection.stream(text_input=prompt, **params)[0]
+            return joined(connection.stream(text_input=prompt, stream=True, **params))
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(run, range(16)))
+    for (prompt, params), answer in zip(cases, answers, strict=True):
+        check_answer(answer, alone(prompt, **params))
+
+
+# Each scalar input, and the same as JSON and as request parameter.
+SETTINGS = [
+    {"max_tokens": 5},
+    {"temperature": 0.5, "seed": 2},
+    {"temperature": 2.0, "top_k": 3, "seed": 2},
+    {"temperature": 2.0, "top_p": 0.5, "seed": 2},
+    {"temperature": 2.0, "min_p": 0.25, "seed": 2},
+    {"temperature": 1.0, "seed": 2**63 - 1},
+    {"temperature": 1.0, "seed": 5, "ignore_eos": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(settings))
+def test_parameters(triton_server, grpc, alone, settings):
+    """An input tensor, a key of the JSON object and a request parameter mean the same, in this order of precedence."""
+    full = {"max_tokens": 30} | settings
+    others = {name: value for name, value in full.items() if name not in settings}
+    wanted = alone(PROMPTS[0], **full)
+    contrary = {"max_tokens": 2, "temperature": 0.0}
+
+    by_tensor = grpc.stream(text_input=PROMPTS[0], sampling_parameters={**contrary}, parameters=contrary, **full | {"temperature": full.get("temperature", 0.0)})
+    by_json = grpc.stream(text_input=PROMPTS[0], sampling_parameters=full | {"temperature": full.get("temperature", 0)}, parameters=contrary)
+    by_parameter = grpc.stream(text_input=PROMPTS[0], parameters=full)
+    by_http_parameter = generate(triton_server, text_input=PROMPTS[0], parameters=full).json()
+    by_http_key = generate(triton_server, text_input=PROMPTS[0], sampling_parameters=json.dumps(settings), **others).json()
+    for answer in (*by_tensor, *by_json, *by_parameter, by_http_parameter, by_http_key):
+        check_answer(answer, wanted)
+
+
+def test_seed_64_bits(triton_server, grpc, alone):
+    params = {"temperature": 1.0, "max_tokens": 10, "seed": 2**64 - 1}
+    wanted = alone(PROMPTS[0], **params)
+    check_answer(grpc.stream(text_input=PROMPTS[0], **params)[0], wanted)
+    check_answer(grpc.stream(text_input=PROMPTS[0], sampling_parameters=params)[0], wanted)
+    check_answer(generate(triton_server, text_input=PROMPTS[0], **params).json(), wanted)
+
+
+def test_exclude_input_in_output(triton_server, grpc, alone):
+    wanted = alone(PROMPTS[0], **PARAMS).text
+    for exclude in (True, False):
+        echo = "" if exclude else PROMPTS[0]
+        [answer] = grpc.stream(text_input=PROMPTS[0], exclude_input_in_output=exclude, **PARAMS)
+        assert answer["text_output"] == echo + wanted
+        chunks = grpc.stream(text_input=PROMPTS[0], exclude_input_in_output=exclude, stream=True, **PARAMS)
+        assert joined(chunks)["text_output"] == echo + wanted
+        body = {"text_input": PROMPTS[0], "parameters": {"exclude_input_in_output": exclude}}
+        assert generate(triton_server, **body, **PARAMS).json()["text_output"] == echo + wanted
+
+
+@pytest.mark.parametrize("stop", [["unto him"], ["zzz", "unto"], ["LORD s"], ["d"], []], ids=repr)
+def test_stop_words(triton_server, grpc, alone, stop):
+    """A tensor of any length, and a list or a string in the JSON object; a stream never shows the stop string."""
+    wanted = alone(PROMPTS[0], stop=stop, **PARAMS)
+    assert wanted.finish_reason == ("stop" if stop else "length")
+    ways = [{"stop_words": stop}, {"sampling_parameters": {"stop": stop}}]
+    if len(stop) == 1:
+        ways.append({"sampling_parameters": {"stop": stop[0]}})
+        assert generate(triton_server, text_input=PROMPTS[0], parameters={"stop": stop[0]}, **PARAMS).json()["text_output"] == wanted.text
+    for way in ways:
+        check_answer(grpc.stream(text_input=PROMPTS[0], **way, **PARAMS)[0], wanted)
+        check_answer(joined([*grpc.stream(text_input=PROMPTS[0], stream=True, **way, **PARAMS)]), wanted)
+
+
+def test_request_id(triton_server):
+    answer = generate(triton_server, id="my request", text_input=PROMPTS[0], **PARAMS).json()
+    assert (answer.get("id", "my request"), answer["model_name"], answer["model_version"]) == ("my request", "generate", "1")
+
+
+def test_unicode(triton_server, grpc, alone):
+    """Characters of several bytes, in prompts and at any place of a stream."""
+    prompt = "שלום 世界 🙂 \u2028 \x85 é"
+    params = {"temperature": 100.0, "seed": 1, "max_tokens": 60, "ignore_eos": True}
+    wanted = alone(prompt, **params)
+    check_answer(generate(triton_server, text_input=prompt, **params).json(), wanted)
+    check_answer(joined(grpc.stream(text_input=prompt, stream=True, **params)), wanted)
+    check_answer(joined(events(generate(triton_server, "generate_stream", text_input=prompt, stream=True, **params))), wanted)
+
+
+def test_unknown_model(triton_server):
+    response = httpx.post(f"http://{triton_server.http_url}/v2/models/none/generate", json={"text_input": "a"}, trust_env=False)
+    assert response.status_code == 404

@@ -1,0 +1,143 @@
+"""Every field of an engine's configuration is checked by name."""
+
+import json
+
+import pytest
+from mtp_backend.config import EngineConfig, SpeculativeConfig
+from mtp_backend.errors import InvalidArgument, MtpError, NotFound, Unavailable, from_code
+
+WRONG_INTEGERS = (0, -1, 1.0, 1.5, True, "1", [1])
+WRONG = {
+    "model": (None, "", 5, ["a"]),
+    "speculative": (True, 1, "mtp", [1], 0, ""),
+    "dtype": ("float16", "", None, 32, "bf16"),
+    "device": ("cuda", "npu:0", "", None, 0),
+    "max_model_len": (*WRONG_INTEGERS, 1),
+    "block_size": (*WRONG_INTEGERS, 1025, None),
+    "kv_cache_bytes": (*WRONG_INTEGERS, None, "1GB"),
+    "max_num_seqs": (*WRONG_INTEGERS, None),
+    "max_num_batched_tokens": (*WRONG_INTEGERS, None),
+    "prefill_chunk_size": (*WRONG_INTEGERS, None),
+    "max_sequences": (*WRONG_INTEGERS, None),
+    "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
+    "num_threads": WRONG_INTEGERS,
+}
+WRONG_SPECULATIVE = {
+    "num_speculative_tokens": (16, -1, True, False, "2", 1.0, None, [1], 10**30),
+    "method": ("eagle", "", "MTP", None, 1, ["mtp"]),
+}
+ALLOWED = {
+    "model": "checkpoint directory",
+    "speculative": "object or null",
+    "dtype": "auto, bfloat16, float32",
+    "device": "cpu",
+    "max_model_len": "≥ 2",
+    "block_size": "1 … 1024",
+    "sequence_ttl_seconds": "(0, 1e+09]",
+    "num_speculative_tokens": "0 … 15",
+    "method": "one of mtp",
+}
+
+
+def cases(table):
+    return [pytest.param(field, value, id=f"{field}={value!r:.20}") for field in table for value in table[field]]
+
+
+def refused(error, field, value):
+    """The message names field, value and what is allowed."""
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77]
+    message = str(error.value)
+    assert message.startswith(f"{field}: got {shown}"), message
+    assert "; allowed: " in message and message.split("; allowed: ")[1], message
+    assert error.value.field == field
+    assert ALLOWED.get(field.split(".")[-1], "") in message
+
+
+@pytest.mark.parametrize(("field", "value"), cases(WRONG))
+def test_engine_field(field, value):
+    with pytest.raises(InvalidArgument) as error:
+        EngineConfig(**{"model": "somewhere", field: value})
+    refused(error, field, value)
+    with pytest.raises(InvalidArgument):
+        EngineConfig.from_dict({"model": "somewhere", field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), cases(WRONG_SPECULATIVE))
+def test_speculative_field(field, value):
+    for build in (SpeculativeConfig, lambda **values: EngineConfig("somewhere", values)):
+        with pytest.raises(InvalidArgument) as error:
+            build(**{field: value})
+        refused(error, f"speculative.{field}", value)
+
+
+@pytest.mark.parametrize("k", range(16))
+def test_every_number_of_drafts(k):
+    assert EngineConfig("somewhere", {"num_speculative_tokens": k}).num_drafts == k
+
+
+def test_no_speculation():
+    assert EngineConfig("somewhere").num_drafts == 0
+    assert EngineConfig("somewhere", {}).num_drafts == 1
+
+
+@pytest.mark.parametrize("field", ["max_batch", "Model", "num_speculative_tokens", ""])
+def test_unknown_key(field):
+    with pytest.raises(InvalidArgument, match="no such key; the keys are block_size, ") as error:
+        EngineConfig.from_dict({"model": "somewhere", field: 1})
+    assert error.value.field == f"engine.{field}"
+    with pytest.raises(InvalidArgument, match="no such key; the keys are method, ") as error:
+        EngineConfig.from_dict({"model": "somewhere", "speculative": {field + "x": 1}})
+    assert error.value.field == f"speculative.{field}x"
+
+
+def test_missing_model():
+    with pytest.raises(InvalidArgument, match="^model: got None"):
+        EngineConfig.from_dict({})
+
+
+@pytest.mark.parametrize(("k", "least"), [(0, 4), (1, 8), (3, 16), (15, 64)])
+def test_a_batch_holds_every_sequence_with_its_drafts(k, least):
+    options = {"model": "somewhere", "speculative": {"num_speculative_tokens": k}, "max_num_seqs": 4}
+    assert EngineConfig(**options, max_num_batched_tokens=least).max_num_batched_tokens == least
+    with pytest.raises(
+        InvalidArgument, match=f"^max_num_batched_tokens: got {least - 1}; allowed: an integer ≥ {least}$"
+    ):
+        EngineConfig(**options, max_num_batched_tokens=least - 1)
+
+
+def test_json_round_trip():
+    config = EngineConfig("somewhere", {"num_speculative_tokens": 3}, dtype="float32", max_model_len=99, num_threads=2)
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+
+
+def test_json_file(tmp_path):
+    path = tmp_path / "engine.json"
+    path.write_text('{"model": "here", "speculative": {"num_speculative_tokens": 2}}')
+    config = EngineConfig.from_json(path)
+    assert config.model == str(tmp_path / "here")
+    assert config.num_drafts == 2
+    path.write_text('{"model": "/there"}')
+    assert EngineConfig.from_json(path).model == "/there"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"5", b"null", b'{"model": 5}', b'{"modle": "a"}'])
+def test_bad_json_file(tmp_path, content):
+    path = tmp_path / "engine.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgument):
+        EngineConfig.from_json(path)
+    with pytest.raises(InvalidArgument, match="a readable JSON file"):
+        EngineConfig.from_json(tmp_path / "missing.json")
+
+
+def test_long_values_are_shortened():
+    with pytest.raises(InvalidArgument) as error:
+        EngineConfig("somewhere", dtype="x" * 1000)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("kind", [MtpError, InvalidArgument, Unavailable, NotFound])
+def test_errors_cross_a_process_boundary(kind):
+    rebuilt = from_code(kind.code, "message")
+    assert isinstance(rebuilt, MtpError)
+    assert (rebuilt.code, str(rebuilt)) == (kind.code, "message")

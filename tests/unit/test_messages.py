@@ -1,0 +1,49 @@
+import msgspec
+import pytest
+
+from mtp_backend.serving import messages
+from mtp_backend.serving.messages import (
+    Bye, Cancel, Failed, Generate, Generated, Hello, Propose, Proposed, Step, Stepped, Welcome,
+)  # fmt: skip
+
+TO_ENGINE = [
+    Hello(5),
+    Bye(),
+    Generate(1, [1, 2], {"seed": 2**64 - 1, "stop": ["ä\x00"], "temperature": 0.5}, True),
+    Step(2, 2**64 - 1, True, False, [1], None, None, {}),
+    Step(3, "7", False, True, None, [], -1, None),
+    Propose(4, 7, 1),
+    Cancel(5),
+]
+FROM_ENGINE = [
+    Welcome(4096),
+    Generated(1, "text", [5], "", 3, 1, 1, 2, 2),
+    Stepped(2, [5, 6], "x", 1, 9, "stop", 3, 4),
+    Proposed(3, []),
+    Failed(4, "UNAVAILABLE", "later"),
+]
+
+
+def test_round_trip():
+    assert messages.decode_to_engine(messages.encode(TO_ENGINE)) == TO_ENGINE
+    assert messages.decode_from_engine(messages.encode(FROM_ENGINE)) == FROM_ENGINE
+
+
+def test_id_keeps_its_type():
+    ids = [7, "7", 2**64 - 1, "ä" * 64]
+    sent = [Propose(0, one, 1) for one in ids]
+    received = [message.sequence for message in messages.decode_to_engine(messages.encode(sent))]
+    assert [(type(one), one) for one in received] == [(type(one), one) for one in ids]
+
+
+def test_last_answers():
+    """`final` tells the last answer of a request."""
+    assert all(message.final for message in FROM_ENGINE if isinstance(message, (Stepped, Proposed, Failed)))
+    for reason, final in (("", False), ("stop", True), ("length", True)):
+        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0).final is final
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", messages.encode([FROM_ENGINE[0]]), messages.encode(TO_ENGINE)[:-1]])
+def test_wrong_frames(frame):
+    with pytest.raises(msgspec.DecodeError):
+        messages.decode_to_engine(frame)

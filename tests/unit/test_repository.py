@@ -1,0 +1,180 @@
+"""Making model repositories, and a lint of the templates."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mtp_backend.config import EngineConfig
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.serving.cli import main
+from mtp_backend.serving.repository import create_repository
+
+ROOT = Path(__file__).resolve().parents[2] / "model_repository"
+TEMPLATES = ROOT / "templates"
+CONFIGS = sorted(TEMPLATES.glob("*/config.pbtxt"))
+VALUES = sorted((ROOT / "values").glob("*.toml"))
+DEMO = ROOT / "values" / "deepseek-demo.toml"
+
+
+def create(output, *settings, values=DEMO, templates=TEMPLATES):
+    arguments = ["repository", "create", str(output), "--templates", str(templates), "--values", str(values)]
+    return main([*arguments, *(part for setting in settings for part in ("--set", setting))])
+
+
+@pytest.fixture
+def values(tmp_path):
+    """A values file with lines replaced, left out (None) or added."""
+
+    def make(**changes):
+        lines = [line for line in DEMO.read_text().splitlines() if line.split(" =")[0] not in changes]
+        lines = [f'model = "{ROOT.parent}/checkpoints/deepseek-demo"' if line.startswith("model =") else line for line in lines]
+        lines += [f"{name} = {value}" for name, value in changes.items() if value is not None]
+        file = tmp_path / "values.toml"
+        file.write_text("\n".join(lines))
+        return file
+
+    return make
+
+
+@pytest.mark.parametrize("file", VALUES, ids=lambda file: file.stem)
+def test_create(tmp_path, capsys, file):
+    output = tmp_path / "new" / "repository"
+    assert create(output, values=file) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    config = EngineConfig.from_json(output / "engine.json")
+    assert Path(config.model).is_absolute() and Path(config.model).name == file.stem
+    assert {path.name for path in output.iterdir()} == {"engine.json", "main", "draft", "generate", "speculative"}
+    for model in ("main", "draft", "generate", "speculative"):
+        assert (output / model / "1").is_dir()
+        assert "${" not in (output / model / "config.pbtxt").read_text()
+    assert [path.name for path in output.parent.iterdir()] == ["repository"]
+
+
+def test_override(tmp_path):
+    assert create(tmp_path / "r", "num_speculative_tokens=3", "dtype=float32", "max_candidate_sequences=7") == 0
+    engine = json.loads((tmp_path / "r" / "engine.json").read_text())
+    assert engine["speculative"]["num_speculative_tokens"] == 3 and engine["dtype"] == "float32"
+    assert engine["max_sequences"] == 7
+    for model in ("main", "draft"):
+        assert "max_candidate_sequences: 7 }" in (tmp_path / "r" / model / "config.pbtxt").read_text()
+
+
+def test_model_is_relative_to_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT.parent)
+    assert create(tmp_path / "r", "model=checkpoints/glm-demo") == 0
+    assert EngineConfig.from_json(tmp_path / "r" / "engine.json").model == str(ROOT.parent / "checkpoints" / "glm-demo")
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("num_speculative_tokens=16", "speculative.num_speculative_tokens: got 16; allowed: an integer in 0 … 15"),
+        ("num_speculative_tokens=-1", "speculative.num_speculative_tokens: got -1"),
+        ("num_speculative_tokens=two", "engine.json"),
+        ("dtype=float16", "dtype: got 'float16'; allowed: one of auto, bfloat16, float32"),
+        ("device=npu", "device: got 'npu'; allowed: one of cpu"),
+        ("max_num_seqs=0", "max_num_seqs: got 0; allowed: an integer ≥ 1"),
+        ("max_num_batched_tokens=10", "max_num_batched_tokens: got 10; allowed: an integer ≥ 48"),
+        ("kv_cache_bytes=0", "kv_cache_bytes: got 0"),
+        ("num_threads=0", "num_threads: got 0"),
+        ("sequence_ttl_seconds=0", "sequence_ttl_seconds: got 0; allowed: a number in (0,"),
+        ("max_candidate_sequences=0", "max_sequences: got 0; allowed: an integer ≥ 1"),
+        ("model=no/such/folder", "no/such/folder'; allowed: an existing checkpoint directory"),
+        ("no_such_name=1", "no_such_name: got '1'; allowed: not a value of the templates; known: "),
+        ("num_threads", "--set: got 'num_threads'; allowed: NAME=VALUE"),
+    ],
+)
+def test_wrong_value(tmp_path, capsys, setting, message):
+    assert create(tmp_path / "r", setting) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dtype": None}, "dtype: got None; allowed: a value for the template's ${dtype}"),
+        ({"max_batch_size": None}, "max_batch_size: got None"),
+        ({"colour": 5}, "colour: got 5; allowed: not a value of the templates"),
+        ({"num_threads": "true"}, "num_threads: got True; allowed: a number or a text"),
+        ({"num_threads": "[1]"}, "num_threads: got [1]; allowed: a number or a text"),
+        ({"num_threads": ""}, "values: got"),
+    ],
+)
+def test_wrong_file(tmp_path, capsys, values, changes, message):
+    assert create(tmp_path / "r", values=values(**changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+def test_missing_files(tmp_path, capsys):
+    assert create(tmp_path / "r", values=tmp_path / "none.toml") == 2
+    assert "values: got" in capsys.readouterr().err
+    assert create(tmp_path / "r", templates=tmp_path) == 2
+    assert "templates: got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["file", "full folder"])
+def test_output_in_use(tmp_path, capsys, kind):
+    output = tmp_path / "r"
+    if kind == "file":
+        output.write_text("mine")
+    else:
+        output.mkdir()
+        (output / "mine").write_text("mine")
+    assert create(output) == 2
+    assert "output: got" in capsys.readouterr().err
+    assert (output if kind == "file" else output / "mine").read_text() == "mine"
+
+
+def test_empty_output(tmp_path):
+    (tmp_path / "r").mkdir()
+    assert create(tmp_path / "r") == 0
+
+
+def test_complete_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        create_repository(TEMPLATES, DEMO, {}, tmp_path / "r")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Lint
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.parent.name)
+def test_template(file):
+    text = file.read_text()
+    assert f'name: "{file.parent.name}"' in text
+    # A declared CORRID control crashes servers before 25.01 when a client sends a long string as its id.
+    code = re.sub(r"#.*", "", text)
+    assert "control_input" not in code and "CORRID" not in code
+    assert "KIND_GPU" not in code
+    if "ensemble" not in code:
+        assert "kind: KIND_CPU" in code and 'backend: "mtp"' in code
+
+
+def tensors(text, block):
+    found = re.search(rf"^{block} \[\n(.*?)^\]", text, re.S | re.M)[1]
+    return {name: (kind, dims) for name, kind, dims in re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (.*?) \]', found)}
+
+
+def test_ensemble_matches_its_models():
+    """Tensors of an ensemble share one namespace; types and dimensions are those of its models."""
+    config = {file.parent.name: file.read_text() for file in CONFIGS}
+    ensemble = config["speculative"]
+    inputs, outputs = tensors(ensemble, "input"), tensors(ensemble, "output")
+    assert len(inputs) == 5 and len(outputs) == 7
+    assert not inputs.keys() & outputs.keys()
+    assert inputs == tensors(config["main"], "input")
+    models = tensors(config["main"], "output") | {"next_draft_ids": ("TYPE_INT64", "-1")}
+    assert outputs == {name: models[name] for name in outputs}
+    assert '"next_draft_ids" data_type: TYPE_INT64 dims: [ -1 ]' in config["draft"]
+
+
+def test_same_sequence_settings():
+    """main and draft keep the same sequences, or they would disagree about which are alive."""
+    settings = [re.search(r"sequence_batching \{.*?\n\}", (TEMPLATES / m / "config.pbtxt").read_text(), re.S)[0] for m in ("main", "draft")]
+    assert settings[0] == settings[1]

@@ -1,0 +1,401 @@
+"""The table of client-paced sequences, over an engine that only counts."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from mtp_backend.engine.engine import StepOutput
+from mtp_backend.engine.sequence import Sequence, Status
+from mtp_backend.errors import InvalidArgument, MtpError
+from mtp_backend.serving.messages import Failed, Propose, Proposed, Step, Stepped
+from mtp_backend.serving.sessions import Sessions
+
+MAIN, DRAFT, OTHER = b"main", b"draft", b"other"
+TTL = 10.0
+
+
+class FakeEngine:
+    """Each step emits one token, each draft pass proposes two; both only when `step` is called."""
+
+    def __init__(self, max_sequences):
+        self.config = SimpleNamespace(max_sequences=max_sequences, sequence_ttl_seconds=TTL, num_drafts=2)
+        self.tokenizer = None
+        self.tokens = itertools.count(100)
+        self.waiting, self.drafting, self.removed = [], [], []
+
+    def new_sequence(self, prompt_ids, params, *, paced, with_text):
+        assert paced and not with_text
+        if not prompt_ids:
+            raise InvalidArgument("input_ids", "0 tokens", "1 … 9 tokens")
+        return Sequence(list(prompt_ids), len(prompt_ids), params, paced=True)
+
+    def add(self, sequence):
+        sequence.status = Status.WAITING
+        self.waiting.append(sequence)
+
+    def remove(self, sequence):
+        assert sequence.status is not Status.FINISHED
+        sequence.status = Status.FINISHED
+        self.waiting = [one for one in self.waiting if one is not sequence]
+        self.removed.append(sequence)
+
+    def append(self, sequence, token_ids):
+        if max(token_ids) > 999:
+            raise InvalidArgument("input_ids", max(token_ids), "token ids 0 … 999")
+        sequence.token_ids += token_ids
+        sequence.draft_ids = []
+        sequence.finish_reason = ""
+
+    def set_drafts(self, sequence, draft_ids):
+        if len(draft_ids) > 2:
+            raise InvalidArgument("draft_ids", f"{len(draft_ids)} tokens", "0 … 2 tokens")
+        sequence.draft_ids = draft_ids
+
+    def request_drafts(self, sequence):
+        self.drafting.append(sequence)
+
+    def step(self):
+        outputs = []
+        for sequence in self.waiting:
+            token = next(self.tokens)
+            accepted = len(sequence.draft_ids)
+            sequence.token_ids += [*sequence.draft_ids, token]
+            outputs.append(StepOutput(sequence, [*sequence.draft_ids, token], accepted))
+            sequence.draft_ids = []
+            sequence.status = Status.PAUSED
+        for sequence in self.drafting:
+            sequence.draft_ids = [7, 8]
+        self.waiting, self.drafting = [], []
+        return outputs
+
+
+class Table:
+    """Sessions with a fake engine, a fake clock and an outbox."""
+
+    def __init__(self, max_sequences=4):
+        self.engine = FakeEngine(max_sequences)
+        self.now = 0.0
+        self.sent = []
+        self.sessions = Sessions(self.engine, lambda address, message: self.sent.append((address, message)), lambda: self.now)
+        self.numbers = itertools.count(1)
+
+    def ask(self, sequence="s", step=None, *, start=False, end=False, token_ids=None, draft_ids=None, params=None, address=MAIN):
+        """Asks for a step; returns the request's number."""
+        number = next(self.numbers)
+        token_ids = [1, 2, 3] if start and token_ids is None else token_ids
+        self.sessions.step(address, Step(number, sequence, start, end, token_ids, draft_ids, step, params))
+        return number
+
+    def propose(self, sequence="s", epoch=1, address=DRAFT):
+        number = next(self.numbers)
+        self.sessions.propose(address, Propose(number, sequence, epoch))
+        return number
+
+    def run(self):
+        for output in self.engine.step():
+            self.sessions.deliver(output)
+        self.sessions.deliver_drafts()
+
+    def answers(self, number, address=MAIN):
+        return [message for to, message in self.sent if (to, message.request) == (address, number)]
+
+    def answer(self, number, address=MAIN):
+        [message] = self.answers(number, address)
+        return message
+
+    def step(self, *args, **options):
+        """A step from question to answer."""
+        number = self.ask(*args, **options)
+        self.run()
+        return self.answer(number, options.get("address", MAIN))
+
+    def refused(self, number, code, *parts, address=MAIN):
+        message = self.answer(number, address)
+        assert isinstance(message, Failed) and message.code == code, message
+        assert all(part in message.message for part in parts), message.message
+
+
+@pytest.fixture
+def table():
+    return Table()
+
+
+def test_steps(table):
+    first = table.step(start=True)
+    assert first == Stepped(1, [100], "", 0, 4, "", 0, 1)
+    drafts = table.propose()
+    table.run()
+    assert table.answer(drafts, DRAFT) == Proposed(drafts, [7, 8])
+    assert table.step(step=1) == Stepped(3, [7, 8, 101], "", 2, 7, "", 1, 1)
+    assert table.step() == Stepped(4, [102], "", 0, 8, "", 2, 1)  # without a number: the next
+
+
+def test_end(table):
+    table.step(start=True)
+    last = table.step(step=-1, end=True)
+    assert (last.token_ids, last.sequence_length) == ([], 4)
+    assert len(table.sessions) == 0 and len(table.engine.removed) == 1
+    table.refused(table.ask(step=2), "NOT_FOUND", "sequence lost")
+
+
+def test_end_with_step(table):
+    assert table.step(start=True, end=True).token_ids == [100]
+    assert len(table.sessions) == 0
+    table.step(start=True)
+    assert table.step(step=1, end=True).token_ids == [102]
+    assert len(table.sessions) == 0
+
+
+def test_end_even_if_refused(table):
+    """END ends the sequence, whatever else is wrong with the request."""
+    table.step(start=True)
+    table.refused(table.ask(step=9, end=True), "INVALID_ARGUMENT", "step: got 9")
+    assert len(table.sessions) == 0
+
+
+def test_repeat(table):
+    first = table.step(start=True)
+    for _ in range(2):
+        number = table.ask(step=0)
+        assert table.answer(number) == Stepped(number, *list(_fields(first))[1:])
+    assert table.step(step=1).token_ids == [101]
+    assert table.step(step=1).token_ids == [101]
+    table.refused(table.ask(step=0), "INVALID_ARGUMENT", "step: got 0; allowed: 2 (the next) or 1 (the last one again)")
+
+
+def test_repeat_with_end(table):
+    table.step(start=True)
+    assert table.step(step=0, end=True).token_ids == [100]
+    assert len(table.sessions) == 0
+
+
+def _fields(message):
+    return [getattr(message, name) for name in message.__struct_fields__]
+
+
+@pytest.mark.parametrize("step", [2, -1, 100])
+def test_gap(table, step):
+    table.step(start=True)
+    table.refused(table.ask(step=step), "INVALID_ARGUMENT", f"step: got {step}; allowed: 1 (the next) or 0")
+    assert table.step(step=1).step == 1
+
+
+def test_join(table):
+    """A running step that is asked for again is answered once, to the one who asked last."""
+    first = table.ask(start=True)
+    second = table.ask(step=0, address=OTHER)
+    table.refused(first, "CANCELLED", "asked for again")
+    table.refused(table.ask(step=5), "INVALID_ARGUMENT", "step: got 5; allowed: 0 (it is running)")
+    table.run()
+    assert table.answer(second, OTHER).token_ids == [100]
+    assert len(table.answers(first)) == 1
+
+
+def test_start_over_running(table):
+    old = table.ask(start=True)
+    new = table.ask(start=True, token_ids=[4])
+    table.refused(old, "CANCELLED", "it was started again")
+    table.run()
+    assert (table.answer(new).epoch, table.answer(new).sequence_length) == (2, 2)
+    assert len(table.sessions) == 1 and len(table.engine.removed) == 1
+
+
+def test_ids_of_two_types(table):
+    table.step(7, start=True)
+    table.step("7", start=True, token_ids=[4])
+    assert table.step(7, 1).sequence_length == 5
+    assert table.step("7", 1).sequence_length == 3
+
+
+@pytest.mark.parametrize("epoch, sequence", [(0, "s"), (3, "s"), (2, "other")])
+def test_propose_for_another(table, epoch, sequence):
+    table.step(start=True)
+    table.step(start=True)
+    table.refused(table.propose(sequence, epoch), "NOT_FOUND", "sequence lost", address=DRAFT)
+
+
+def test_propose_held_drafts(table):
+    """Drafts are computed once."""
+    table.step(start=True)
+    table.propose()
+    table.run()
+    again = table.propose()
+    assert table.answer(again, DRAFT).draft_ids == [7, 8]
+    assert not table.engine.drafting
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"step": 1}, "step: got 1; allowed: 0"),
+        ({"draft_ids": [5]}, "draft_ids: got [5]; allowed: nothing on a START"),
+        ({"token_ids": []}, "input_ids"),
+        ({"params": {"foo": 1}}, "sampling_parameters.foo: got 1"),
+        ({"params": {"temperature": -1}}, "temperature: got -1"),
+    ],
+)
+def test_refused_start(table, options, message):
+    table.step(start=True)
+    table.refused(table.ask(start=True, **options), "INVALID_ARGUMENT", message)
+    assert table.step(step=1).step == 1  # the sequence that was there goes on
+
+
+def test_start_without_prompt(table):
+    table.sessions.step(MAIN, Step(9, "s", True, False, None, None, None, None))
+    table.refused(9, "INVALID_ARGUMENT", "input_ids: got None; allowed: a prompt on a START")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"params": {}}, "sampling_parameters"),
+        ({"draft_ids": [1, 2, 3]}, "draft_ids"),
+        ({"token_ids": [5], "draft_ids": [1, 2, 3]}, "draft_ids"),
+        ({"token_ids": [5000], "draft_ids": [1]}, "input_ids"),
+    ],
+)
+def test_refused_step_changes_nothing(table, options, message):
+    table.step(start=True)
+    table.propose()
+    table.run()
+    table.refused(table.ask(step=1, **options), "INVALID_ARGUMENT", message)
+    assert table.step(step=1) == Stepped(4, [7, 8, 101], "", 2, 7, "", 1, 1)
+
+
+def test_append(table):
+    table.step(start=True)
+    table.propose()
+    table.run()
+    assert table.step(step=1, token_ids=[5, 6]).sequence_length == 7  # the drafts do not follow the new tokens
+    assert table.step(step=2, token_ids=[5], draft_ids=[9]).token_ids == [9, 102]
+
+
+def test_finished(table):
+    table.step(start=True)
+    [session] = table.sessions._sessions.values()
+    session.sequence.finish_reason = "stop"
+    for number in (1, 2):
+        after = table.ask(step=number)
+        assert (table.answer(after).token_ids, table.answer(after).finish_reason) == ([], "stop")
+    assert table.answer(table.propose(), DRAFT).draft_ids == []
+    assert table.step(step=3, token_ids=[5]).token_ids == [101]  # an append goes on
+
+
+def test_capacity(table):
+    """The least recently used sequence makes room; one that runs does not."""
+    for name in "abcd":
+        table.step(name, start=True)
+    table.step("a", 1)
+    table.step("e", start=True)
+    table.refused(table.ask("b", 1), "NOT_FOUND", "sequence lost")
+    for name, step in (("a", 2), ("c", 1), ("d", 1), ("e", 1)):
+        assert table.step(name, step).step == step
+
+
+def test_capacity_all_running(table):
+    for name in "abcd":
+        table.ask(name, start=True)
+    table.refused(table.ask("e", start=True), "UNAVAILABLE", "4 of 4 sequences", "max_sequences")
+    table.run()
+    assert table.step("e", start=True).step == 0
+
+
+def test_restart_needs_no_room(table):
+    for name in "abcd":
+        table.step(name, start=True)
+    table.step("a", start=True)
+    assert table.step("b", 1).step == 1
+
+
+def test_expiry(table):
+    table.step("silent", start=True)
+    table.now = TTL - 1
+    table.step("active", start=True)
+    table.ask("running", start=True)
+    table.sessions.expire()
+    assert len(table.sessions) == 3
+    table.now = TTL + 1
+    table.sessions.expire()
+    table.refused(table.ask("silent", 1), "NOT_FOUND", "sequence lost")
+    assert table.step("active", 1).step == 1
+    table.now = 3 * TTL
+    running = table.ask("active", 2)
+    table.sessions.expire()
+    table.run()
+    assert table.answer(running).step == 2
+
+
+def test_cancel(table):
+    number = table.ask(start=True)
+    assert not table.sessions.cancel(MAIN, 99)
+    assert not table.sessions.cancel(OTHER, number)
+    assert table.sessions.cancel(MAIN, number)
+    table.refused(number, "CANCELLED", "cancelled")
+    assert len(table.sessions) == 0 and len(table.engine.removed) == 1
+    table.run()
+    assert len(table.answers(number)) == 1
+
+
+def test_cancel_after_answer(table):
+    """Too late: the sequence lives."""
+    first = table.step(start=True)
+    assert not table.sessions.cancel(MAIN, first.request)
+    assert table.step(step=1).step == 1
+
+
+def test_role_death(table):
+    """Sequences that nobody computes for stay; what the dead role waited for is forgotten."""
+    table.step("idle", start=True)
+    table.ask("running", start=True)
+    table.ask("of another", start=True, address=OTHER)
+    table.propose("idle")
+    table.sessions.drop(MAIN)
+    table.sessions.drop(DRAFT)
+    sent = len(table.sent)
+    table.run()
+    [(to, message)] = [entry for entry in table.sent[sent:] if entry[0] != MAIN]
+    assert to == OTHER and message.step == 0
+    assert table.step("idle", 1).step == 1
+    table.refused(table.ask("running", 1), "NOT_FOUND", "sequence lost")
+
+
+def test_fail_all(table):
+    """A failed engine step answers everybody who waits, for drafts as well."""
+    table.step("idle", start=True)
+    table.step("drafting", start=True)
+    running = table.ask("running", start=True)
+    drafting = table.propose("drafting", 2)
+    table.sessions.fail_all(MtpError("broken"))
+    table.refused(running, "INTERNAL", "broken")
+    table.refused(drafting, "INTERNAL", "broken", address=DRAFT)
+    assert table.step("idle", 1).step == 1
+
+
+def test_every_request_is_answered_once(table):
+    """Random steps, ends, cancels and draft requests: never silence, never two answers."""
+    import random
+
+    for seed in range(30):
+        table, chance, asked = Table(max_sequences=3), random.Random(seed), []
+        for _ in range(200):
+            name = chance.choice("abcde")
+            kind = chance.randrange(7)
+            if kind < 3:
+                start = chance.random() < 0.3
+                step = chance.choice([None, 0, 1, 2, -1])
+                number = table.ask(name, step, start=start, end=chance.random() < 0.2, draft_ids=chance.choice([None, None, [1], [1, 2, 3]]))
+                asked.append((MAIN, number))
+            elif kind == 3:
+                session = table.sessions._sessions.get(name)
+                if session is None or session.proposing is None:  # the server lets one request of a sequence run
+                    asked.append((DRAFT, table.propose(name, session.epoch if session else 1)))
+            elif kind == 4 and asked:
+                table.sessions.cancel(*chance.choice(asked))
+            elif kind == 5:
+                table.now += chance.random() * TTL
+                table.sessions.expire()
+            else:
+                table.run()
+        table.run()
+        assert sorted((to, message.request) for to, message in table.sent) == sorted(asked)

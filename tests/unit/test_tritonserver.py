@@ -1,0 +1,75 @@
+"""Laying out the server, from an installation of empty files."""
+
+import os
+import subprocess
+
+import pytest
+
+from mtp_backend.errors import MtpError
+from mtp_backend.serving import tritonserver
+
+
+@pytest.fixture
+def installation(tmp_path, monkeypatch):
+    """A Triton of which TRITONSERVER_BIN tells; its program prints its arguments."""
+    root = tmp_path / "triton"
+    backend = root / "backends" / "python"
+    backend.mkdir(parents=True)
+    (root / "bin").mkdir()
+    for name in (*tritonserver.RUNTIME, tritonserver.STUB):
+        (backend / name).write_text(name)
+    program = root / "bin" / "tritonserver"
+    program.write_text('#!/bin/sh\necho "$@"; echo "$PATH"; echo "$LD_LIBRARY_PATH"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("TRITONSERVER_BIN", str(program))
+    return root
+
+
+def test_install(installation, tmp_path):
+    launcher = tritonserver.install(tmp_path / "server")
+    python = tmp_path / "server" / "backends" / "python"
+    for name in (*tritonserver.RUNTIME, tritonserver.STUB):
+        assert (python / name).read_text() == name and not (python / name).is_symlink()
+    assert os.access(python / tritonserver.STUB, os.X_OK)
+    assert "class TritonPythonModel" in (tmp_path / "server" / "backends" / "mtp" / "model.py").read_text()
+    lines = subprocess.run([launcher, "--http-port=5"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[0] == f"--backend-directory={tmp_path}/server/backends --http-port=5"
+    assert lines[1].startswith(f"{os.path.dirname(os.sys.executable)}:")
+
+
+def test_install_again(installation, tmp_path):
+    """The same installation is left alone: servers may be running from it."""
+    launcher = tritonserver.install(tmp_path / "server")
+    before = launcher.stat().st_ino
+    assert tritonserver.install(tmp_path / "server").stat().st_ino == before
+    (tmp_path / "server" / "backends" / "mtp" / "model.py").write_text("old")
+    assert tritonserver.install(tmp_path / "server").stat().st_ino != before
+    assert "TritonPythonModel" in (tmp_path / "server" / "backends" / "mtp" / "model.py").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["server", "triton"]
+
+
+@pytest.mark.parametrize("name", [*tritonserver.RUNTIME, tritonserver.STUB])
+def test_part_missing(installation, tmp_path, name):
+    (installation / "backends" / "python" / name).unlink()
+    with pytest.raises(MtpError, match=f"no Triton server: .*{name} is missing"):
+        tritonserver.install(tmp_path / "server")
+    assert not (tmp_path / "server").exists()
+
+
+def test_program_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITONSERVER_BIN", str(tmp_path / "none"))
+    with pytest.raises(MtpError, match="none is missing"):
+        tritonserver.locate()
+
+
+def test_no_package(monkeypatch):
+    monkeypatch.delenv("TRITONSERVER_BIN", raising=False)
+    monkeypatch.setattr(tritonserver.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MtpError, match="install nvidia-pytriton==0.7.0, or set TRITONSERVER_BIN"):
+        tritonserver.locate()
+
+
+def test_arguments(tmp_path):
+    options = tritonserver.arguments(tmp_path, "::1", 1, 2, 3)
+    assert options.count("--model-control-mode=none") == 1
+    assert [option for option in options if "address" in option] == [f"--{kind}-address=::1" for kind in ("http", "grpc", "metrics")]

@@ -61,7 +61,7 @@ class Driver:
             self.ends["removed"] += 1
         elif action < 0.35:
             self.engine.request_drafts(sequence)
-        elif sequence.finish_reason and action < 0.6 and len(sequence.token_ids) < LONGEST - 6:
+        elif sequence.finish_reason and action < 0.7 and len(sequence.token_ids) < LONGEST - 6:
             self.check_text(sequence)
             self.engine.append(sequence, self.prompt_of(self.chance.choice([1, 5])))
             self.started[sequence] = len(sequence.token_ids)
@@ -124,7 +124,7 @@ def test_random_lives(model, k, seed, make_llm, prompt_of, reference, tight_pool
     with preemptions(engine) as preempted:
         for _ in range(120):
             driver.act()
-    assert len(preempted) > 3 and min(driver.ends.values()) > 3
+    assert len(preempted) > 3 and min(driver.ends.values()) > 1
     while driver.alive:
         driver.remove(driver.alive[0])
     engine.step()

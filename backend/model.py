@@ -23,9 +23,9 @@ class TritonPythonModel:
         except MtpError as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
-    def execute(self, requests: list[Any]) -> None:
-        """Passes requests on; answers are sent when they are there."""
-        self._role.execute(requests)
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        """Passes requests on; a decoupled model's answers are sent when they are there."""
+        return self._role.execute(requests)
 
     def finalize(self) -> None:
         """Called when the model is unloaded."""

@@ -94,18 +94,22 @@ def _references() -> dict[tuple, list[int]]:
 
 
 @pytest.fixture
-def greedy(make_llm: Callable[..., LLM], _references: dict[tuple, list[int]]) -> Callable[..., list[int]]:
-    """greedy(model, prompt, count): the reference, decoded alone without speculation, past end tokens."""
-    llms = {model: make_llm(model) for model in DEMO_MODELS.values()}
+def plain(make_llm: Callable[..., LLM], _references: dict[tuple, list[int]]) -> Callable[..., list[int]]:
+    """plain(model, prompt, params): the tokens of a request that runs alone without speculation."""
 
-    def reference(model: str, prompt: list[int], count: int) -> list[int]:
-        key = (model, tuple(prompt), count)
+    def reference(model: str, prompt: list[int], params: SamplingParams) -> list[int]:
+        key = (model, tuple(prompt), params)
         if key not in _references:
-            params = SamplingParams(max_tokens=count, ignore_eos=True)
-            _references[key] = llms[model].generate(prompt, params)[0].token_ids
+            _references[key] = make_llm(model).generate(prompt, params)[0].token_ids
         return _references[key]
 
     return reference
+
+
+@pytest.fixture
+def greedy(plain: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """greedy(model, prompt, count): `plain` for the most likely tokens, past end tokens."""
+    return lambda model, prompt, count: plain(model, prompt, SamplingParams(max_tokens=count, ignore_eos=True))
 
 
 @pytest.fixture(scope="session")

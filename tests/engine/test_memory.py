@@ -61,7 +61,7 @@ class Driver:
             self.ends["removed"] += 1
         elif action < 0.35:
             self.engine.request_drafts(sequence)
-        elif sequence.finish_reason and action < 0.6 and len(sequence.token_ids) < LONGEST - 6:
+        elif sequence.finish_reason and action < 0.7 and len(sequence.token_ids) < LONGEST - 6:
             self.check_text(sequence)
             self.engine.append(sequence, self.prompt_of(self.chance.choice([1, 5])))
             self.started[sequence] = len(sequence.token_ids)
@@ -96,18 +96,14 @@ class Driver:
 
 
 @pytest.fixture
-def reference(model, make_llm):
+def reference(model, plain):
     """reference(prompt, params): tokens of a run alone without speculation, past every end."""
-    llm, known = make_llm(model), {}
 
     def tokens(prompt, params):
-        key = tuple(prompt), params.temperature, params.seed
-        if key not in known:
-            own = SamplingParams(
-                temperature=params.temperature, top_p=params.top_p, seed=params.seed, max_tokens=20, ignore_eos=True
-            )
-            known[key] = llm.generate(prompt, own)[0].token_ids
-        return known[key]
+        own = SamplingParams(
+            temperature=params.temperature, top_p=params.top_p, seed=params.seed, max_tokens=20, ignore_eos=True
+        )
+        return plain(model, prompt, own)
 
     return tokens
 
@@ -122,17 +118,17 @@ def test_random_lives(model, k, seed, make_llm, prompt_of, reference, tight_pool
         max_num_seqs=5,
         max_num_batched_tokens=24,
         prefill_chunk_size=6,
-        kv_cache_bytes=tight_pool(model, k, BLOCK, 16),
+        kv_cache_bytes=tight_pool(model, k, BLOCK, 12),
     ).engine
     driver = Driver(engine, f"{k}{seed}", prompt_of, reference)
     with preemptions(engine) as preempted:
-        for _ in range(150):
+        for _ in range(120):
             driver.act()
-    assert len(preempted) > 3 and min(driver.ends.values()) > 3
+    assert len(preempted) > 3 and min(driver.ends.values()) > 1
     while driver.alive:
         driver.remove(driver.alive[0])
     engine.step()
-    assert engine.pool.num_free == engine.pool.num_blocks == 16
+    assert engine.pool.num_free == engine.pool.num_blocks == 12
 
 
 def test_generate_frees_everything_when_a_step_fails(deepseek, make_llm, prompt_of, greedy, monkeypatch):

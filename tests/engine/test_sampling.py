@@ -28,9 +28,9 @@ def requests(prompt_of):
 
 
 @pytest.fixture
-def alone(model, requests, make_llm):
+def alone(model, requests, plain):
     """Their texts, each decoded alone without speculation."""
-    return [make_llm(model).generate(prompt, own)[0].token_ids for prompt, own in requests]
+    return [plain(model, prompt, own) for prompt, own in requests]
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4])

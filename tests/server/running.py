@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +59,8 @@ class Server:
     temporary: Path
     log: Path
     stopped: bool = False
+    processes: set = field(default_factory=set)
+    memory: set = field(default_factory=set)
 
     @property
     def pid(self):
@@ -106,34 +108,48 @@ class Server:
         except OSError:
             return False
 
-    def alive(self, processes):
-        table = process_table()
-        return {pid: table[pid][1] for pid in processes if pid in table}
+    def alive(self):
+        """Those of the server's processes that still run; a number alone may belong to another process by now."""
+        mine = str(self.repository.parent).encode()
+        found = {}
+        for pid in self.processes & process_table().keys():
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if mine in command:
+                    found[pid] = command
+        return found
 
     def stop(self, by=signal.SIGTERM):
         """Ends the server by signal and checks that its processes, shared memory and temporary files are gone."""
         if self.stopped:
             return
         self.stopped = True
-        assert self.process.poll() is None, f"the server ended by itself:\n{self.tail()}"
-        processes, memory = self.descendants(), self.shared_memory()
-        assert processes and memory, self.tail()
-        self.process.send_signal(by)
         try:
+            assert self.process.poll() is None, f"the server ended by itself:\n{self.tail()}"
+            self.note()
+            self.process.send_signal(by)
             self.process.wait(STOP_SECONDS)
-            wait_for(lambda: not self.alive(processes), 20, lambda: f"end of {self.alive(processes)}\n{self.tail()}")
+            wait_for(lambda: not self.alive(), 20, lambda: f"end of {self.alive()}\n{self.tail()}")
             wait_for(lambda: not list(self.temporary.glob("mtp-*")), 5, lambda: list(self.temporary.rglob("*")))
             if by != signal.SIGKILL:  # killed at once, Triton itself leaves its shared memory behind
-                assert not [path for path in memory if Path(path).exists()]
+                assert not [path for path in self.memory if Path(path).exists()]
         finally:
-            self.kill(processes, memory)
+            self.kill()
 
-    def kill(self, processes, memory):
+    def note(self):
+        """Remembers what there is to clean up, even after the server has crashed."""
+        self.processes |= self.descendants()
+        self.memory |= self.shared_memory()
+
+    def kill(self):
         """Leaves nothing behind, whatever happened."""
-        for pid in {*processes, self.pid} & process_table().keys():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        for path in memory:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for path in self.memory:
             Path(path).unlink(missing_ok=True)
 
 
@@ -184,11 +200,10 @@ def running_server(values="deepseek-demo.toml", plain=False, **overrides):
         server = Server(process, *urls, folder / "repository", folder / "tmp", folder / "log")
         try:
             wait_for(server.ready, START_SECONDS, lambda: f"ready\n{server.tail()}")
+            server.note()
             yield server
         except BaseException:
-            # One failure is enough: here only the processes matter.
-            if process.poll() is None:
-                server.kill(server.descendants(), server.shared_memory())
+            server.kill()
             raise
         server.stop()
     finally:

@@ -102,7 +102,9 @@ def test_error(reply, sender, error, message):
 
 
 class BrokenRole:
-    """A role whose second request cannot be read."""
+    """A decoupled role whose second request cannot be read."""
+
+    decoupled = True
 
     def __init__(self, role):
         self.client = SimpleNamespace(submit=lambda submissions: setattr(self, "submitted", submissions))
@@ -126,3 +128,20 @@ def test_unreadable_request(role):
     assert broken.submitted == [requests[0], requests[2]]
     [(response, flags)] = senders[1].responses
     assert "UnicodeDecodeError" in response.message and flags == 1
+
+
+def test_batch_is_answered_at_once(role):
+    """A role that is not decoupled returns an answer for every request of its batch, in order."""
+
+    class Batched(BrokenRole):
+        decoupled = False
+
+        def submission(self, request):
+            super().submission(request)
+            return lambda number: number, role.DraftReply(request)
+
+    broken = Batched(role)
+    broken.client = SimpleNamespace(submit=lambda submissions: [r.answer(SimpleNamespace(draft_ids=[7])) for _, r in submissions])
+    first, second, third = broken._execute(broken, [SimpleNamespace(bad=number == 1) for number in range(3)])
+    assert first == third == {"next_draft_ids": [[7]]}
+    assert "UnicodeDecodeError" in second.message

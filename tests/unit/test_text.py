@@ -127,7 +127,7 @@ def test_the_prompt_holds_no_stop_string():
     assert stream(byte_tokens("bc"), ["ab"], prompt=byte_tokens("a"))[0] == "bc"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data(), stop=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4))
 def test_stop_strings_at_random(data, stop):
     """Value and end as decoding everything after each token says; takes never show what may become a stop string."""

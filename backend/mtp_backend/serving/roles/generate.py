@@ -54,6 +54,8 @@ class GenerateReply(TritonReply):
 class GenerateRole(Role):
     """Takes a parameter from its own input, else from the JSON object, else from the request parameters."""
 
+    decoupled = True
+
     def submission(self, request: Any) -> Submission:
         prompt = triton_io.scalar(request, "text_input") or ""  # this server lets a required input be left out
         values = self._request_parameters(request)

@@ -53,11 +53,41 @@ class TritonReply(ABC):
             triton_io.send(self._sender, tensors, final)
 
 
+class CollectedRequest:
+    """A request of a model that answers its batch at once; stands in for the request and for its response sender.
+
+    The packaged server can corrupt its memory when a model that is not decoupled answers through senders from another
+    thread, so such a model hands its answers back from `execute`.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self._answered = threading.Event()
+        self._response: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def get_response_sender(self) -> CollectedRequest:
+        """The place where the one answer is kept."""
+        return self
+
+    def send(self, response: Any, flags: int) -> None:
+        """Keeps the answer."""
+        self._response = response
+        self._answered.set()
+
+    def response(self) -> Any:
+        """Waits for the answer."""
+        self._answered.wait()
+        return self._response
+
+
 class Role(ABC):
     """One model of the repository.
 
-    Requests are answered from the engine client's thread, each as soon as it is done; `execute` only passes them on.
-    So one slow request never holds up another, and the engine, not the server, forms the device batch.
+    A decoupled role passes requests on and its answers are sent from the engine client's thread, each as soon as it is
+    there. The others wait until their batch is answered.
 
     Args:
         arguments: Triton's `initialize` arguments.
@@ -65,6 +95,8 @@ class Role(ABC):
     Raises:
         MtpError: a parameter is missing or wrong, or the engine cannot start.
     """
+
+    decoupled = False
 
     def __init__(self, arguments: dict[str, str]) -> None:
         parameters = json.loads(arguments["model_config"])["parameters"]
@@ -74,8 +106,10 @@ class Role(ABC):
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer else {}
         self._longest_token = max(map(len, vocabulary), default=0)
 
-    def execute(self, requests: list[Any]) -> None:
-        """Passes a batch of requests to the engine in one frame."""
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        """Passes a batch of requests to the engine in one frame; returns their answers unless the role is decoupled."""
+        if not self.decoupled:
+            requests = [CollectedRequest(request) for request in requests]
         submissions = []
         for request in requests:
             try:
@@ -90,6 +124,7 @@ class Role(ABC):
                 if submission is not None:
                     submissions.append(submission)
         self.client.submit(submissions)
+        return None if self.decoupled else [request.response() for request in requests]
 
     def finalize(self) -> None:
         """Takes leave of the engine."""

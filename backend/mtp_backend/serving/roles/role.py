@@ -56,8 +56,8 @@ class TritonReply(ABC):
 class CollectedRequest:
     """A request of a model that answers its batch at once; stands in for the request and for its response sender.
 
-    The packaged server can corrupt its memory when a model that is not decoupled answers through senders from another
-    thread, so such a model hands its answers back from `execute`.
+    A model that is not decoupled hands its answers back from `execute`: while it sent them from another thread, the
+    packaged server was once seen to end with a corrupted heap.
     """
 
     def __init__(self, request: Any) -> None:

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-
 from mtp_backend.errors import MtpError
 from mtp_backend.serving.roles import role_for
 

@@ -25,30 +25,70 @@ HELD_OUT_SHARE, SPLIT_SEED = 0.04, 0  # the split of the shipped checkpoints: ke
 CHAT_SHARE, CHAT_SEED, ANSWER_VERSES = 0.3, 1, 3
 
 SHARED_CONFIG = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512,
-    "moe_intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1, "norm_topk_prob": True, "hidden_act": "silu",
-    "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.02, "use_cache": True,
-    "tie_word_embeddings": False, "rope_scaling": None, "attention_dropout": 0.0,
-    "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": MAX_LENGTH,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "tie_word_embeddings": False,
+    "rope_scaling": None,
+    "attention_dropout": 0.0,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
 }
 CONFIGS = {
-    "deepseek_v3": SHARED_CONFIG | {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_interleave": True,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-        "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-        "routed_scaling_factor": 2.5, "attention_bias": False, "moe_layer_freq": 1, "ep_size": 1,
+    "deepseek_v3": SHARED_CONFIG
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_interleave": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "ep_size": 1,
     },
-    "glm4_moe": SHARED_CONFIG | {
-        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
-        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
-        "bos_token_id": None, "eos_token_id": [1, 3], "pad_token_id": 1,
-        "num_key_value_heads": 2, "head_dim": 64, "attention_bias": True, "use_qk_norm": True,
-        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    "glm4_moe": SHARED_CONFIG
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "partial_rotary_factor": 0.5,
+        "bos_token_id": None,
+        "eos_token_id": [1, 3],
+        "pad_token_id": 1,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
     },
 }
 
@@ -70,23 +110,37 @@ class ChatFormat:
         return (
             opening + "{% for m in messages %}"
             "{% if m.role == 'user' %}" + self.user + "{{ m.content }}"
-            "{% elif m.role == 'assistant' %}" + self.assistant + "{{ m.content }}" + self.end +
-            "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+            "{% elif m.role == 'assistant' %}"
+            + self.assistant
+            + "{{ m.content }}"
+            + self.end
+            + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}" + self.assistant + "{% endif %}"
         )
 
 
 CHAT_FORMATS = {
     "deepseek_v3": ChatFormat(
-        special_tokens=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>",
-                        "<｜User｜>", "<｜Assistant｜>"),
-        prefix=("<｜begin▁of▁sentence｜>",), end="<｜end▁of▁sentence｜>", pad="<｜▁pad▁｜>",
-        user="<｜User｜>", assistant="<｜Assistant｜>",
+        special_tokens=(
+            "<｜begin▁of▁sentence｜>",
+            "<｜end▁of▁sentence｜>",
+            "<｜▁pad▁｜>",
+            "<｜User｜>",
+            "<｜Assistant｜>",
+        ),
+        prefix=("<｜begin▁of▁sentence｜>",),
+        end="<｜end▁of▁sentence｜>",
+        pad="<｜▁pad▁｜>",
+        user="<｜User｜>",
+        assistant="<｜Assistant｜>",
     ),
     "glm4_moe": ChatFormat(
         special_tokens=("[gMASK]", "<|endoftext|>", "<sop>", "<|user|>", "<|assistant|>"),
-        prefix=("[gMASK]", "<sop>"), end="<|endoftext|>", pad="<|endoftext|>",
-        user="<|user|>", assistant="<|assistant|>",
+        prefix=("[gMASK]", "<sop>"),
+        end="<|endoftext|>",
+        pad="<|endoftext|>",
+        user="<|user|>",
+        assistant="<|assistant|>",
     ),
 }
 
@@ -171,9 +225,13 @@ def save_tokenizer(tokenizer: Tokenizer, arch: str, directory: Path) -> None:
     chat_format = CHAT_FORMATS[arch]
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": chat_format.prefix[0],
-        "eos_token": chat_format.end, "pad_token": chat_format.pad, "model_max_length": MAX_LENGTH,
-        "clean_up_tokenization_spaces": False, "chat_template": chat_format.template(),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": chat_format.prefix[0],
+        "eos_token": chat_format.end,
+        "pad_token": chat_format.pad,
+        "model_max_length": MAX_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_format.template(),
     }
     write_json(directory / "tokenizer_config.json", settings)
 
@@ -186,9 +244,7 @@ def document_tokens(tokenizer: Tokenizer, arch: str, text: str) -> list[int]:
 def chat_tokens(tokenizer: Tokenizer, arch: str, chapter: Chapter) -> list[int]:
     """A chapter as conversations: the user gives a verse, the assistant the ones after it."""
     chat_format = CHAT_FORMATS[arch]
-    user, assistant, end = map(
-        tokenizer.token_to_id, (chat_format.user, chat_format.assistant, chat_format.end)
-    )
+    user, assistant, end = map(tokenizer.token_to_id, (chat_format.user, chat_format.assistant, chat_format.end))
     tokens: list[int] = []
     for start in range(0, len(chapter.verses) - ANSWER_VERSES, ANSWER_VERSES + 1):
         question = tokenizer.encode(chapter.verses[start], add_special_tokens=False).ids

@@ -112,8 +112,13 @@ def train(model: DemoModel, batches, minutes: float, record) -> None:
                 f"{speed:.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left",
                 flush=True,
             )
-            record(step=step + 1, tokens=tokens, seconds=round(now - begin, 1),
-                   loss=round(smooth[0], 4), mtp_loss=round(smooth[1], 4))
+            record(
+                step=step + 1,
+                tokens=tokens,
+                seconds=round(now - begin, 1),
+                loss=round(smooth[0], 4),
+                mtp_loss=round(smooth[1], 4),
+            )
 
 
 def acceptance(tokens: torch.Tensor, drafts: list[torch.Tensor], drafted: int) -> dict:
@@ -222,6 +227,7 @@ def run(options: argparse.Namespace) -> None:
     model = DemoModel(demo_setup.CONFIGS[options.arch])
     options.output.mkdir(parents=True, exist_ok=True)
     with open(options.output / "train_log.jsonl", "w", encoding="utf-8", buffering=1) as log:
+
         def record(**values):
             log.write(json.dumps(values, ensure_ascii=False) + "\n")
 

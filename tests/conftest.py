@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from server.running import running_server
 
 GLIBC = (2, 35)  # what the packaged server is built for
@@ -14,7 +13,9 @@ def server_factory():
     """`running_server`, where the host can run the server."""
     version = tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[-1].split(".")))
     if version < GLIBC and not os.environ.get("TRITONSERVER_BIN"):
-        pytest.skip(f"the packaged Triton server needs glibc {GLIBC[0]}.{GLIBC[1]}, this host has {version[0]}.{version[1]}")
+        pytest.skip(
+            f"the packaged Triton server needs glibc {GLIBC[0]}.{GLIBC[1]}, this host has {version[0]}.{version[1]}"
+        )
     return running_server
 
 

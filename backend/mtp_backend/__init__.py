@@ -1,9 +1,9 @@
 """DeepSeek and GLM models with their multi-token-prediction modules: engine and Triton backend.
 
-    from mtp_backend import LLM, SamplingParams
+from mtp_backend import LLM, SamplingParams
 
-    llm = LLM("checkpoints/deepseek-demo", speculative={"method": "mtp", "num_speculative_tokens": 2})
-    print(llm.generate("In the beginning", SamplingParams(max_tokens=32))[0].text)
+llm = LLM("checkpoints/deepseek-demo", speculative={"method": "mtp", "num_speculative_tokens": 2})
+print(llm.generate("In the beginning", SamplingParams(max_tokens=32))[0].text)
 """
 
 from __future__ import annotations

@@ -48,5 +48,7 @@ def known_keys(field: str, value: Any, allowed: Collection[str]) -> Mapping[str,
         raise InvalidArgument(field, value, "an object with the keys " + ", ".join(sorted(allowed)))
     for key in value:
         if key not in allowed:
-            raise InvalidArgument(f"{field}.{key}", value[key], "no such key; the keys are " + ", ".join(sorted(allowed)))
+            raise InvalidArgument(
+                f"{field}.{key}", value[key], "no such key; the keys are " + ", ".join(sorted(allowed))
+            )
     return value

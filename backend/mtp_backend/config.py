@@ -28,9 +28,7 @@ class SpeculativeConfig:
     method: str = "mtp"
 
     def __post_init__(self) -> None:
-        checks.integer(
-            "speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
-        )
+        checks.integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         checks.choice("speculative.method", self.method, {"mtp"})
 
 

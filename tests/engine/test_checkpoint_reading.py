@@ -142,7 +142,12 @@ def quantise(directory, block=(8, 8)):
                 held[name] = tensors[name].float() * wide
 
     edit_tensors(directory, edit)
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
     edit_config(directory, lambda config: config.update(quantization_config=quantization))
     return held
 
@@ -176,7 +181,8 @@ def test_fp8_damage_is_refused_by_name(damage, directory):
 
 
 @pytest.mark.parametrize(
-    "quantization", [None, {"quant_method": "compressed-tensors"}, {"quant_method": "fp8", "weight_block_size": [0, 8]}, "fp8"]
+    "quantization",
+    [None, {"quant_method": "compressed-tensors"}, {"quant_method": "fp8", "weight_block_size": [0, 8]}, "fp8"],
 )
 def test_other_quantisation_is_refused(quantization, directory):
     quantise(directory)

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.load
 @pytest.fixture(scope="session")
 def perf_analyzer():
     install = subprocess.run(
-        [HERE / "install_perf_analyzer.sh", TOOLS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200
+        [HERE / "install_perf_analyzer.sh", TOOLS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
     )
     if install.returncode == NOT_POSSIBLE:
         pytest.skip(install.stdout.splitlines()[-1])
@@ -41,7 +45,11 @@ def load(perf_analyzer, triton_server, tmp_path):
         }
         done = subprocess.run(
             [HERE / "perf_analyzer.sh", model, "--profile-export-file", export],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stdout
         [experiment] = json.loads(export.read_text())["experiments"]

@@ -52,7 +52,12 @@ DEEPSEEK = COMMON | {
 }
 GLM = COMMON | {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "use_qk_norm": True}
 # This family names every layer dense or sparse, the MTP layer (which transformers builds as one more) too.
-GLM_LITE = DEEPSEEK | {"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+GLM_LITE = DEEPSEEK | {
+    "num_nextn_predict_layers": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 GLM_LITE.pop("first_k_dense_replace")
 DEFAULTS = {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "glm4_moe_lite": GLM_LITE}
 YARN = {
@@ -92,9 +97,7 @@ def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
     # transformers writes into the dictionaries it is given.
     values = copy.deepcopy(DEFAULTS[model_type] | changes)
     layers = values["num_hidden_layers"]
-    config = CONFIGS[model_type](
-        **values | {"num_hidden_layers": layers + 1}
-    )
+    config = CONFIGS[model_type](**values | {"num_hidden_layers": layers + 1})
     model = CLASSES[model_type](config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

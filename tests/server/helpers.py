@@ -78,7 +78,9 @@ class Connection:
     def __init__(self, server, protocol="grpc"):
         self._kind = grpc_client if protocol == "grpc" else http_client
         options = {} if protocol == "grpc" else {"network_timeout": 60.0}
-        self.client = self._kind.InferenceServerClient(server.grpc_url if protocol == "grpc" else server.http_url, **options)
+        self.client = self._kind.InferenceServerClient(
+            server.grpc_url if protocol == "grpc" else server.http_url, **options
+        )
 
     def __enter__(self):
         return self
@@ -89,7 +91,11 @@ class Connection:
     def infer(self, model, tensors, **options):
         result = self.client.infer(model, inputs(self._kind, tensors), **options)
         response = result.get_response()
-        names = [o["name"] for o in response["outputs"]] if isinstance(response, dict) else [o.name for o in response.outputs]
+        names = (
+            [o["name"] for o in response["outputs"]]
+            if isinstance(response, dict)
+            else [o.name for o in response.outputs]
+        )
         return values({name: result.as_numpy(name) for name in names})
 
     def step(self, sequence, *, model="speculative", start=False, end=False, client_timeout=None, **tensors):
@@ -126,7 +132,10 @@ class Connection:
         self.client.start_stream(lambda result, error: answers.put((result, error)))
         try:
             self.client.async_stream_infer(
-                "generate", inputs(self._kind, generate_tensors(**tensors)), enable_empty_final_response=True, parameters=parameters
+                "generate",
+                inputs(self._kind, generate_tensors(**tensors)),
+                enable_empty_final_response=True,
+                parameters=parameters,
             )
             while not final:
                 result, error = answers.get(timeout=60)

@@ -76,7 +76,10 @@ GENERATE = [
     ({"text_input": "a", "top_k": 3}, "temperature: got 0.0; allowed: above 0 together with top_k=3"),
     ({"text_input": "a", "parameters": {"foo": 3}}, "foo: got 3; allowed: no such key"),
     ({"text_input": "a", "parameters": {"max_tokens": "3"}}, "max_tokens: got '3'; allowed: an integer"),
-    ({"text_input": "a", "parameters": {"sampling_parameters": 5}}, "sampling_parameters: got 5; allowed: a JSON object"),
+    (
+        {"text_input": "a", "parameters": {"sampling_parameters": 5}},
+        "sampling_parameters: got 5; allowed: a JSON object",
+    ),
     ({"text_input": "a", "parameters": {"stream": 1}}, "stream: got 1; allowed: true or false"),
     ({"max_tokens": 5}, "text_input: got ''; allowed: a text of at least 1 character"),
 ]
@@ -85,8 +88,14 @@ GENERATE = [
 GENERATE_TYPES = [
     ({"text_input": raw(b"a", b"b")}, "text_input' for model 'generate'. Expected [1], got [2]"),
     ({"text_input": np.array([5])}, "'text_input' data-type is 'INT64', but model 'generate' expects 'BYTES'"),
-    ({"text_input": "a", "max_tokens": np.array([5])}, "'max_tokens' data-type is 'INT64', but model 'generate' expects 'INT32'"),
-    ({"text_input": "a", "max_tokens": np.array([5, 6], np.int32)}, "max_tokens' for model 'generate'. Expected [1], got [2]"),
+    (
+        {"text_input": "a", "max_tokens": np.array([5])},
+        "'max_tokens' data-type is 'INT64', but model 'generate' expects 'INT32'",
+    ),
+    (
+        {"text_input": "a", "max_tokens": np.array([5, 6], np.int32)},
+        "max_tokens' for model 'generate'. Expected [1], got [2]",
+    ),
     ({"text_input": "a", "prompt": "b"}, "unexpected inference input 'prompt' for model 'generate'"),
 ]
 
@@ -99,7 +108,10 @@ START = [
     ({"input_ids": [5, VOCABULARY]}, "input_ids: got 1024; allowed: token ids 0 … 1023"),
     ({"input_ids": [-1]}, "input_ids: got -1; allowed: token ids 0 … 1023"),
     ({"input_ids": [2**63 - 1]}, "input_ids: got 9223372036854775807; allowed: token ids"),
-    ({"input_ids": np.array([[5]], np.int32)}, "'input_ids' data-type is 'INT32', but model 'speculative' expects 'INT64'"),
+    (
+        {"input_ids": np.array([[5]], np.int32)},
+        "'input_ids' data-type is 'INT32', but model 'speculative' expects 'INT64'",
+    ),
     ({"input_ids": np.array([5, 6])}, "'input_ids' for model 'speculative'. Expected [-1,-1], got [2]"),
     ({"input_ids": np.array(5)}, "'input_ids'"),
     ({"input_ids": [5], "text_input": "a"}, "text_input: got 'a'; allowed: nothing beside input_ids"),
@@ -113,7 +125,10 @@ START = [
 
 # A later step, which is refused without moving the sequence.
 LATER = [
-    ({"step": 1, "sampling_parameters": {"temperature": 0}}, "sampling_parameters: got {'temperature': 0}; allowed: only on the START"),
+    (
+        {"step": 1, "sampling_parameters": {"temperature": 0}},
+        "sampling_parameters: got {'temperature': 0}; allowed: only on the START",
+    ),
     ({"step": 1, "draft_ids": [VOCABULARY]}, "draft_ids: got 1024; allowed: token ids 0 … 1023"),
     ({"step": 1, "draft_ids": [-1]}, "draft_ids: got -1; allowed: token ids 0 … 1023"),
     ({"step": 1, "draft_ids": [1] * 16}, "draft_ids: got '16 tokens'; allowed: 0 … 2 tokens"),

@@ -6,8 +6,8 @@ import subprocess
 from contextlib import aclosing
 
 import pytest
-
 from mtp_client import AsyncClient, Client, InvalidArgument, NotFound, SequenceLost, Unavailable
+
 from server.helpers import PROMPTS, Connection
 from server.running import COMMANDS, wait_for
 from server.test_sequence_batcher import refusal
@@ -51,6 +51,7 @@ def test_async(triton_server, protocol, alone):
 
     async def run():
         async with AsyncClient(url(triton_server, protocol), protocol) as client:
+
             async def stream():
                 async with aclosing(client.stream(PROMPTS[0], **SAMPLED)) as chunks:
                     return [token async for chunk in chunks for token in chunk.token_ids]
@@ -106,7 +107,11 @@ def test_append(client, llm, alone):
         first = sequence.step()
         second = sequence.step(text=" And he said,")
         third = sequence.step(input_ids=[300, 301])
-    whole = tokenizer.encode(PROMPTS[0]).ids + first.token_ids + tokenizer.encode(" And he said,", add_special_tokens=False).ids
+    whole = (
+        tokenizer.encode(PROMPTS[0]).ids
+        + first.token_ids
+        + tokenizer.encode(" And he said,", add_special_tokens=False).ids
+    )
     assert second.token_ids == alone(whole, **PARAMS).token_ids[:1]
     whole += second.token_ids + [300, 301]
     assert third.token_ids == alone(whole, **PARAMS).token_ids[:1]
@@ -119,7 +124,10 @@ def test_errors(client):
         list(client.stream(""))
     with pytest.raises(NotFound):
         client.generate("a", model="none")
-    with client.sequence(PROMPTS[0]) as sequence, client.sequence(PROMPTS[0], sequence_id=sequence.sequence_id) as other:
+    with (
+        client.sequence(PROMPTS[0]) as sequence,
+        client.sequence(PROMPTS[0], sequence_id=sequence.sequence_id) as other,
+    ):
         sequence.step()
         other.step()
         other.close()

@@ -11,7 +11,13 @@ from server.test_sequence_batcher import refusal
 
 PARAMS = {"max_tokens": 20, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "seed": 3, **PARAMS}
-COUNTERS = ["num_input_tokens", "num_output_tokens", "num_spec_steps", "total_draft_tokens", "total_accepted_draft_tokens"]
+COUNTERS = [
+    "num_input_tokens",
+    "num_output_tokens",
+    "num_spec_steps",
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+]
 
 
 def check_answer(answer, wanted):
@@ -24,7 +30,9 @@ def check_answer(answer, wanted):
         wanted.num_draft_tokens, wanted.num_accepted_draft_tokens,
     ]  # fmt: skip
     assert [answer[name] for name in COUNTERS] == counted
-    assert answer["acceptance_rate"] == pytest.approx(wanted.num_accepted_draft_tokens / max(wanted.num_draft_tokens, 1))
+    assert answer["acceptance_rate"] == pytest.approx(
+        wanted.num_accepted_draft_tokens / max(wanted.num_draft_tokens, 1)
+    )
 
 
 def joined(chunks):
@@ -77,7 +85,10 @@ def test_unary_infer(connection):
 def test_concurrent(triton_server, alone):
     """16 requests at once, streamed or not, over both protocols, are what they are alone."""
     cases = [
-        (PROMPTS[n % 4], {"ignore_eos": True, "max_tokens": 6 + 3 * n} | ({"temperature": 0.7, "seed": n} if n % 3 else {}))
+        (
+            PROMPTS[n % 4],
+            {"ignore_eos": True, "max_tokens": 6 + 3 * n} | ({"temperature": 0.7, "seed": n} if n % 3 else {}),
+        )
         for n in range(16)
     ]
 
@@ -118,11 +129,22 @@ def test_parameters(triton_server, grpc, alone, settings):
     wanted = alone(PROMPTS[0], **full)
     contrary = {"max_tokens": 2, "temperature": 0.0}
 
-    by_tensor = grpc.stream(text_input=PROMPTS[0], sampling_parameters={**contrary}, parameters=contrary, **full | {"temperature": full.get("temperature", 0.0)})
-    by_json = grpc.stream(text_input=PROMPTS[0], sampling_parameters=full | {"temperature": full.get("temperature", 0)}, parameters=contrary)
+    by_tensor = grpc.stream(
+        text_input=PROMPTS[0],
+        sampling_parameters={**contrary},
+        parameters=contrary,
+        **full | {"temperature": full.get("temperature", 0.0)},
+    )
+    by_json = grpc.stream(
+        text_input=PROMPTS[0],
+        sampling_parameters=full | {"temperature": full.get("temperature", 0)},
+        parameters=contrary,
+    )
     by_parameter = grpc.stream(text_input=PROMPTS[0], parameters=full)
     by_http_parameter = generate(triton_server, text_input=PROMPTS[0], parameters=full).json()
-    by_http_key = generate(triton_server, text_input=PROMPTS[0], sampling_parameters=json.dumps(settings), **others).json()
+    by_http_key = generate(
+        triton_server, text_input=PROMPTS[0], sampling_parameters=json.dumps(settings), **others
+    ).json()
     for answer in (*by_tensor, *by_json, *by_parameter, by_http_parameter, by_http_key):
         check_answer(answer, wanted)
 
@@ -155,7 +177,10 @@ def test_stop_words(triton_server, grpc, alone, stop):
     ways = [{"stop_words": stop}, {"sampling_parameters": {"stop": stop}}]
     if len(stop) == 1:
         ways.append({"sampling_parameters": {"stop": stop[0]}})
-        assert generate(triton_server, text_input=PROMPTS[0], parameters={"stop": stop[0]}, **PARAMS).json()["text_output"] == wanted.text
+        assert (
+            generate(triton_server, text_input=PROMPTS[0], parameters={"stop": stop[0]}, **PARAMS).json()["text_output"]
+            == wanted.text
+        )
     for way in ways:
         check_answer(grpc.stream(text_input=PROMPTS[0], **way, **PARAMS)[0], wanted)
         check_answer(joined([*grpc.stream(text_input=PROMPTS[0], stream=True, **way, **PARAMS)]), wanted)
@@ -163,7 +188,11 @@ def test_stop_words(triton_server, grpc, alone, stop):
 
 def test_request_id(triton_server):
     answer = generate(triton_server, id="my request", text_input=PROMPTS[0], **PARAMS).json()
-    assert (answer.get("id", "my request"), answer["model_name"], answer["model_version"]) == ("my request", "generate", "1")
+    assert (answer.get("id", "my request"), answer["model_name"], answer["model_version"]) == (
+        "my request",
+        "generate",
+        "1",
+    )
 
 
 def test_unicode(triton_server, grpc, alone):
@@ -173,9 +202,13 @@ def test_unicode(triton_server, grpc, alone):
     wanted = alone(prompt, **params)
     check_answer(generate(triton_server, text_input=prompt, **params).json(), wanted)
     check_answer(joined(grpc.stream(text_input=prompt, stream=True, **params)), wanted)
-    check_answer(joined(events(generate(triton_server, "generate_stream", text_input=prompt, stream=True, **params))), wanted)
+    check_answer(
+        joined(events(generate(triton_server, "generate_stream", text_input=prompt, stream=True, **params))), wanted
+    )
 
 
 def test_unknown_model(triton_server):
-    response = httpx.post(f"http://{triton_server.http_url}/v2/models/none/generate", json={"text_input": "a"}, trust_env=False)
+    response = httpx.post(
+        f"http://{triton_server.http_url}/v2/models/none/generate", json={"text_input": "a"}, trust_env=False
+    )
     assert response.status_code == 404

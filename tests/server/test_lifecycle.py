@@ -75,7 +75,9 @@ def test_deadline_then_start_again(grpc, alone):
 @pytest.fixture(scope="module")
 def small_server(server_factory):
     """Two places for sequences, which the engine forgets after two silent seconds."""
-    with server_factory(max_candidate_sequences=2, sequence_ttl_seconds=2, max_sequence_idle_microseconds=8_000_000) as server:
+    with server_factory(
+        max_candidate_sequences=2, sequence_ttl_seconds=2, max_sequence_idle_microseconds=8_000_000
+    ) as server:
         yield server
 
 
@@ -139,7 +141,9 @@ def under_load(server, seconds):
                     if number % 2:
                         connection.run(f"{number}", PROMPTS[0], GREEDY | {"max_tokens": 200})
                     else:
-                        connection.stream(text_input=PROMPTS[0], stream=number % 4 == 0, max_tokens=400, ignore_eos=True)
+                        connection.stream(
+                            text_input=PROMPTS[0], stream=number % 4 == 0, max_tokens=400, ignore_eos=True
+                        )
                 except InferenceServerException as error:
                     errors.append((number, time.monotonic(), Refusal.of(error)))
                     time.sleep(0.1)
@@ -161,12 +165,16 @@ def test_engine_killed(own_server, alone):
     os.kill(engine, signal.SIGKILL)
     killed = time.monotonic()
     wait_for(lambda: {number for number, _, _ in errors} == set(range(8)), 10, f"an error for each client: {errors}")
-    assert all("UNAVAILABLE" in f"{error.code} {error.message}" or "sequence lost" in error.message for _, _, error in errors), errors
+    assert all(
+        "UNAVAILABLE" in f"{error.code} {error.message}" or "sequence lost" in error.message for _, _, error in errors
+    ), errors
 
     def answers():
         with Connection(own_server) as connection:
             try:
-                return tokens(connection.run("after", PROMPTS[0], GREEDY)), connection.stream(text_input=PROMPTS[0], **GREEDY)[0]
+                return tokens(connection.run("after", PROMPTS[0], GREEDY)), connection.stream(
+                    text_input=PROMPTS[0], **GREEDY
+                )[0]
             except InferenceServerException:
                 return None
 

@@ -5,7 +5,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-
 from mtp_backend.errors import Cancelled, InvalidArgument
 
 
@@ -42,14 +41,27 @@ def role(monkeypatch):
         InferenceResponse=lambda output_tensors=None, error=None: error or dict(output_tensors),
         TritonError=SimpleNamespace,
     )
-    utils.TritonError = type("TritonError", (), {"INVALID_ARG": 1, "CANCELLED": 2, "INTERNAL": 3, "__init__": lambda self, message, code: vars(self).update(message=message, code=code)})
-    for name in [name for name in sys.modules if name.startswith(("mtp_backend.serving.triton_io", "mtp_backend.serving.roles"))]:
+    utils.TritonError = type(
+        "TritonError",
+        (),
+        {
+            "INVALID_ARG": 1,
+            "CANCELLED": 2,
+            "INTERNAL": 3,
+            "__init__": lambda self, message, code: vars(self).update(message=message, code=code),
+        },
+    )
+    for name in [
+        name for name in sys.modules if name.startswith(("mtp_backend.serving.triton_io", "mtp_backend.serving.roles"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
     from mtp_backend.serving.roles import draft
 
     yield draft
-    for name in [name for name in sys.modules if name.startswith(("mtp_backend.serving.triton_io", "mtp_backend.serving.roles"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("mtp_backend.serving.triton_io", "mtp_backend.serving.roles"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -93,7 +105,8 @@ def test_last_answer_waits_for_the_question(reply, sender):
 
 
 @pytest.mark.parametrize(
-    "error, message", [(InvalidArgument("step", 5, "3"), "step: got 5; allowed: 3"), (Cancelled("gone"), "CANCELLED: gone")]
+    "error, message",
+    [(InvalidArgument("step", 5, "3"), "step: got 5; allowed: 3"), (Cancelled("gone"), "CANCELLED: gone")],
 )
 def test_error(reply, sender, error, message):
     reply.fail(error)
@@ -122,7 +135,10 @@ class BrokenRole:
 def test_unreadable_request(role):
     """Only that request fails: a batch that fails as a whole after a part of it was answered crashes the server."""
     senders = [Sender() for _ in range(3)]
-    requests = [SimpleNamespace(bad=number == 1, get_response_sender=lambda number=number: senders[number]) for number in range(3)]
+    requests = [
+        SimpleNamespace(bad=number == 1, get_response_sender=lambda number=number: senders[number])
+        for number in range(3)
+    ]
     broken = BrokenRole(role)
     broken.execute(requests)
     assert broken.submitted == [requests[0], requests[2]]
@@ -141,7 +157,9 @@ def test_batch_is_answered_at_once(role):
             return lambda number: number, role.DraftReply(request)
 
     broken = Batched(role)
-    broken.client = SimpleNamespace(submit=lambda submissions: [r.answer(SimpleNamespace(draft_ids=[7])) for _, r in submissions])
+    broken.client = SimpleNamespace(
+        submit=lambda submissions: [r.answer(SimpleNamespace(draft_ids=[7])) for _, r in submissions]
+    )
     first, second, third = broken._execute(broken, [SimpleNamespace(bad=number == 1) for number in range(3)])
     assert first == third == {"next_draft_ids": [[7]]}
     assert "UnicodeDecodeError" in second.message

@@ -69,7 +69,9 @@ def test_sequence_stress(triton_server, alone):
 
 
 @pytest.mark.parametrize(
-    "sequence", [1, 2**63 - 1, str(uuid.uuid4()), "x" * 128, "ä" * 64, "a b/\\\"'\n"], ids=lambda value: repr(value)[:12]
+    "sequence",
+    [1, 2**63 - 1, str(uuid.uuid4()), "x" * 128, "ä" * 64, "a b/\\\"'\n"],
+    ids=lambda value: repr(value)[:12],
 )
 def test_corrid(connection, sequence, alone):
     assert tokens(connection.run(sequence, PROMPTS[1], GREEDY)) == alone(PROMPTS[1], **GREEDY).token_ids

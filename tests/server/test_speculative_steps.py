@@ -18,7 +18,9 @@ def test_lost_step(connection, alone):
     check_consistent(steps)
 
 
-@pytest.mark.parametrize("step, allowed", [(4, "3 (the next) or 2"), (1, "3 (the next) or 2"), (-1, "3 (the next)"), (2**62, "3 (")])
+@pytest.mark.parametrize(
+    "step, allowed", [(4, "3 (the next) or 2"), (1, "3 (the next) or 2"), (-1, "3 (the next)"), (2**62, "3 (")]
+)
 def test_gap(connection, undisturbed, step, allowed):
     with connection.started("gap", PROMPTS[0], **GREEDY):
         connection.step("gap", step=1)

@@ -1,5 +1,4 @@
 import pytest
-
 from mtp_backend.errors import MtpError
 from mtp_backend.serving import cli, tritonserver
 
@@ -19,7 +18,10 @@ def executed(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["repository"], ["repository", "create"], ["serve"], ["serve", "r", "--http-port", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["no-such-command"], ["repository"], ["repository", "create"], ["serve"], ["serve", "r", "--http-port", "x"]],
+)
 def test_wrong_arguments(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -54,7 +56,9 @@ def test_serve_no_repository(executed, tmp_path, capsys):
 
 
 def test_server_missing(monkeypatch, repository, capsys):
-    monkeypatch.setattr(tritonserver, "install", lambda directory: (_ for _ in ()).throw(MtpError("no Triton server: …")))
+    monkeypatch.setattr(
+        tritonserver, "install", lambda directory: (_ for _ in ()).throw(MtpError("no Triton server: …"))
+    )
     assert cli.main(["serve", str(repository)]) == 1
     assert capsys.readouterr().err == "mtp: no Triton server: …\n"
 

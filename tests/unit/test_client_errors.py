@@ -1,9 +1,8 @@
 import httpx
 import pytest
-from tritonclient.utils import InferenceServerException
-
 from mtp_client import errors
 from mtp_client.errors import from_exception, make_error
+from tritonclient.utils import InferenceServerException
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,11 @@ from mtp_client.errors import from_exception, make_error
             errors.SequenceLost,
         ),
         ("in ensemble 'speculative', sequence lost: 7", "400", errors.SequenceLost),
-        ("ModelInfer RPC doesn't support models with decoupled transaction policy", "UNIMPLEMENTED", errors.InvalidArgument),
+        (
+            "ModelInfer RPC doesn't support models with decoupled transaction policy",
+            "UNIMPLEMENTED",
+            errors.InvalidArgument,
+        ),
         ("UNAVAILABLE: engine restarted", "400", errors.Unavailable),
         ("boom", "500", errors.ServerError),
         ("boom", None, errors.ServerError),

@@ -8,9 +8,8 @@ from contextlib import aclosing
 import grpc
 import numpy as np
 import pytest
-from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
-
 from mtp_client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, SequenceLost, ServerError, Unavailable
+from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
 
 DATATYPES = {"O": "BYTES", "int64": "INT64", "int32": "INT32", "uint32": "UINT32"}
 

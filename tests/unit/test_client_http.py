@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-
 from mtp_client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, NotFound, ServerError, Unavailable
 from mtp_client.cli import main
 

@@ -2,8 +2,15 @@ import asyncio
 import uuid
 
 import pytest
-
-from mtp_client import AsyncSequence, DeadlineExceeded, InvalidArgument, Sequence, SequenceLost, ServerError, Unavailable
+from mtp_client import (
+    AsyncSequence,
+    DeadlineExceeded,
+    InvalidArgument,
+    Sequence,
+    SequenceLost,
+    ServerError,
+    Unavailable,
+)
 from mtp_client.state import SequenceState
 
 

@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-
 from mtp_client import Client, ServerError, tensors
 from mtp_client.sse import EventDecoder
 
@@ -57,7 +56,10 @@ def test_sequence_inputs_have_a_batch_dimension():
 def test_read_arrays_and_json_alike():
     from_arrays = tensors.read_generation(GENERATION)
     from_json = tensors.read_generation(
-        {name: [v.decode() if isinstance(v, bytes) else v for v in array.tolist()] for name, array in GENERATION.items()}
+        {
+            name: [v.decode() if isinstance(v, bytes) else v for v in array.tolist()]
+            for name, array in GENERATION.items()
+        }
     )
     assert from_arrays == from_json
     assert (from_arrays.text, from_arrays.token_ids, from_arrays.finish_reason) == ("né", [5, 6], "stop")

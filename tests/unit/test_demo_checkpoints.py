@@ -28,17 +28,33 @@ PROMPTS = {
 }
 ATTENTION = {
     "deepseek_v3": (
-        "q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight",
-        "kv_a_layernorm.weight", "kv_b_proj.weight", "o_proj.weight",
+        "q_a_proj.weight",
+        "q_a_layernorm.weight",
+        "q_b_proj.weight",
+        "kv_a_proj_with_mqa.weight",
+        "kv_a_layernorm.weight",
+        "kv_b_proj.weight",
+        "o_proj.weight",
     ),
     "glm4_moe": (
-        "q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight",
-        "v_proj.bias", "q_norm.weight", "k_norm.weight", "o_proj.weight",
+        "q_proj.weight",
+        "q_proj.bias",
+        "k_proj.weight",
+        "k_proj.bias",
+        "v_proj.weight",
+        "v_proj.bias",
+        "q_norm.weight",
+        "k_norm.weight",
+        "o_proj.weight",
     ),
 }
 MTP_ONLY = (
-    "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight",
-    "shared_head.head.weight", "embed_tokens.weight",
+    "enorm.weight",
+    "hnorm.weight",
+    "eh_proj.weight",
+    "shared_head.norm.weight",
+    "shared_head.head.weight",
+    "embed_tokens.weight",
 )
 TEXT = "1 In the beginning was the Word,\nand — naïve ☃ — 3.14 {'x': [1]}\t"
 CHAPTER = demo_setup.Chapter("Ge 1", tuple(f"{number} And it was so." for number in range(1, 9)))

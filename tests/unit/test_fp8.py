@@ -5,7 +5,9 @@ import torch
 from mtp_backend.checkpoint import fp8
 
 
-def scalar_reference(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def scalar_reference(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
     rows = [
         [weight[r, c].float() * scale[r // block[0], c // block[1]] for c in range(weight.shape[1])]
         for r in range(weight.shape[0])

@@ -1,9 +1,18 @@
 import msgspec
 import pytest
-
 from mtp_backend.serving import messages
 from mtp_backend.serving.messages import (
-    Bye, Cancel, Failed, Generate, Generated, Hello, Propose, Proposed, Step, Stepped, Welcome,
+    Bye,
+    Cancel,
+    Failed,
+    Generate,
+    Generated,
+    Hello,
+    Propose,
+    Proposed,
+    Step,
+    Stepped,
+    Welcome,
 )  # fmt: skip
 
 TO_ENGINE = [

@@ -24,7 +24,9 @@ def documented() -> set[tuple[str, str]]:
     return {(name, kind) for names, kind in rows for name in re.findall(r"\w+", names)}
 
 
-@pytest.mark.parametrize(("model", "batched"), [("main", True), ("draft", True), ("speculative", True), ("generate", False)])
+@pytest.mark.parametrize(
+    ("model", "batched"), [("main", True), ("draft", True), ("speculative", True), ("generate", False)]
+)
 def test_every_tensor_is_documented(model, batched):
     missing = [tensor for tensor in configured(model, batched) if tensor not in documented()]
     assert not missing
@@ -37,5 +39,7 @@ def test_no_other_tensor_is_documented():
 
 
 def test_named_files_exist():
-    for name in re.findall(r"(?:\]\(|(?<=\s))((?:docs|tests|checkpoints|model_repository)/[\w./-]+?)(?:\)|(?=[\s\\]))", README):
+    for name in re.findall(
+        r"(?:\]\(|(?<=\s))((?:docs|tests|checkpoints|model_repository)/[\w./-]+?)(?:\)|(?=[\s\\]))", README
+    ):
         assert (ROOT / name.rstrip(".")).exists(), name

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from mtp_backend.errors import InvalidArgument, MtpError, Unavailable
 from mtp_backend.serving import rendezvous
 from mtp_backend.serving.rendezvous import Rendezvous

@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-
 from mtp_backend.config import EngineConfig
-from mtp_backend.errors import InvalidArgument
 from mtp_backend.serving.cli import main
 from mtp_backend.serving.repository import create_repository
 
@@ -29,7 +27,10 @@ def values(tmp_path):
 
     def make(**changes):
         lines = [line for line in DEMO.read_text().splitlines() if line.split(" =")[0] not in changes]
-        lines = [f'model = "{ROOT.parent}/checkpoints/deepseek-demo"' if line.startswith("model =") else line for line in lines]
+        lines = [
+            f'model = "{ROOT.parent}/checkpoints/deepseek-demo"' if line.startswith("model =") else line
+            for line in lines
+        ]
         lines += [f"{name} = {value}" for name, value in changes.items() if value is not None]
         file = tmp_path / "values.toml"
         file.write_text("\n".join(lines))
@@ -158,7 +159,10 @@ def test_template(file):
 
 def tensors(text, block):
     found = re.search(rf"^{block} \[\n(.*?)^\]", text, re.S | re.M)[1]
-    return {name: (kind, dims) for name, kind, dims in re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (.*?) \]', found)}
+    return {
+        name: (kind, dims)
+        for name, kind, dims in re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (.*?) \]', found)
+    }
 
 
 def test_ensemble_matches_its_models():
@@ -176,5 +180,8 @@ def test_ensemble_matches_its_models():
 
 def test_same_sequence_settings():
     """main and draft keep the same sequences, or they would disagree about which are alive."""
-    settings = [re.search(r"sequence_batching \{.*?\n\}", (TEMPLATES / m / "config.pbtxt").read_text(), re.S)[0] for m in ("main", "draft")]
+    settings = [
+        re.search(r"sequence_batching \{.*?\n\}", (TEMPLATES / m / "config.pbtxt").read_text(), re.S)[0]
+        for m in ("main", "draft")
+    ]
     assert settings[0] == settings[1]

@@ -4,7 +4,6 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-
 from mtp_backend.engine.engine import StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import InvalidArgument, MtpError
@@ -77,10 +76,23 @@ class Table:
         self.engine = FakeEngine(max_sequences)
         self.now = 0.0
         self.sent = []
-        self.sessions = Sessions(self.engine, lambda address, message: self.sent.append((address, message)), lambda: self.now)
+        self.sessions = Sessions(
+            self.engine, lambda address, message: self.sent.append((address, message)), lambda: self.now
+        )
         self.numbers = itertools.count(1)
 
-    def ask(self, sequence="s", step=None, *, start=False, end=False, token_ids=None, draft_ids=None, params=None, address=MAIN):
+    def ask(
+        self,
+        sequence="s",
+        step=None,
+        *,
+        start=False,
+        end=False,
+        token_ids=None,
+        draft_ids=None,
+        params=None,
+        address=MAIN,
+    ):
         """Asks for a step; returns the request's number."""
         number = next(self.numbers)
         token_ids = [1, 2, 3] if start and token_ids is None else token_ids
@@ -384,7 +396,13 @@ def test_every_request_is_answered_once(table):
             if kind < 3:
                 start = chance.random() < 0.3
                 step = chance.choice([None, 0, 1, 2, -1])
-                number = table.ask(name, step, start=start, end=chance.random() < 0.2, draft_ids=chance.choice([None, None, [1], [1, 2, 3]]))
+                number = table.ask(
+                    name,
+                    step,
+                    start=start,
+                    end=chance.random() < 0.2,
+                    draft_ids=chance.choice([None, None, [1], [1, 2, 3]]),
+                )
                 asked.append((MAIN, number))
             elif kind == 3:
                 session = table.sessions._sessions.get(name)

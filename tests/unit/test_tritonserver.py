@@ -4,7 +4,6 @@ import os
 import subprocess
 
 import pytest
-
 from mtp_backend.errors import MtpError
 from mtp_backend.serving import tritonserver
 
@@ -72,4 +71,6 @@ def test_no_package(monkeypatch):
 def test_arguments(tmp_path):
     options = tritonserver.arguments(tmp_path, "::1", 1, 2, 3)
     assert options.count("--model-control-mode=none") == 1
-    assert [option for option in options if "address" in option] == [f"--{kind}-address=::1" for kind in ("http", "grpc", "metrics")]
+    assert [option for option in options if "address" in option] == [
+        f"--{kind}-address=::1" for kind in ("http", "grpc", "metrics")
+    ]

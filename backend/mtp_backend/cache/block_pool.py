@@ -28,7 +28,7 @@ class BlockPool:
         return max(0, -(-num_tokens // self.block_size) - len(block_table))
 
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
-        """Extends `block_table` until it holds `num_tokens` tokens; False, with nothing taken, if the pool lacks blocks."""
+        """Extends `block_table` to hold `num_tokens` tokens; False, with nothing taken, if the pool lacks blocks."""
         missing = self.missing(block_table, num_tokens)
         if missing > len(self._free):
             return False

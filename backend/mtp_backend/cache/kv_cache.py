@@ -19,7 +19,13 @@ class KVCache:
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, shape: CacheShape, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        shape: CacheShape,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = [
             tuple(torch.zeros(num_blocks, block_size, *part, dtype=dtype, device=device) for part in shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 # A scale's tensor is named like its weight with this ending. In spite of the name it multiplies.

@@ -75,7 +75,9 @@ class Checkpoint:
             block is None
             or quantization.get("quant_method") != "fp8"
             or quantization.get("fmt", "e4m3") != "e4m3"
-            or not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block))
+            or not (
+                isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+            )
         ):
             raise CheckpointError(
                 f"{self.directory}/config.json: quantization_config {quantization!r}; "

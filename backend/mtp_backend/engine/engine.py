@@ -56,7 +56,9 @@ class Engine:
             check_mtp(checkpoint, model)
         longest = config.max_model_len or model.max_position_embeddings
         if longest > model.max_position_embeddings:
-            raise InvalidArgument("max_model_len", longest, f"2 … {model.max_position_embeddings} (the checkpoint's limit)")
+            raise InvalidArgument(
+                "max_model_len", longest, f"2 … {model.max_position_embeddings} (the checkpoint's limit)"
+            )
         self.config = config
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
@@ -100,7 +102,9 @@ class Engine:
         self.check_tokens("input_ids", prompt_ids)
         if not 1 <= len(prompt_ids) < self.rules.max_model_len:
             raise InvalidArgument(
-                "input_ids", f"{len(prompt_ids)} tokens", f"1 … {self.rules.max_model_len - 1} tokens (max_model_len − 1)"
+                "input_ids",
+                f"{len(prompt_ids)} tokens",
+                f"1 … {self.rules.max_model_len - 1} tokens (max_model_len − 1)",
             )
         self.check_tokens("stop_token_ids", params.stop_token_ids)
         text = None
@@ -134,7 +138,9 @@ class Engine:
         self.check_tokens("input_ids", token_ids)
         room = self.rules.max_model_len - 1 - len(sequence.token_ids)
         if len(token_ids) > room:
-            raise InvalidArgument("input_ids", f"{len(token_ids)} tokens", f"at most {max(room, 0)} more (max_model_len)")
+            raise InvalidArgument(
+                "input_ids", f"{len(token_ids)} tokens", f"at most {max(room, 0)} more (max_model_len)"
+            )
         sequence.token_ids += token_ids
         if sequence.text is not None:
             sequence.text = IncrementalText(self.tokenizer, sequence.token_ids, sequence.params.stop)

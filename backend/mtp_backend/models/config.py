@@ -146,7 +146,8 @@ def _typed(field: dataclasses.Field, value: Any, where: str) -> Any:
         "bool": (isinstance(value, bool), "a bool"),
         "int": (isinstance(value, int) and not isinstance(value, bool) and value >= lowest, f"an int from {lowest}"),
         "float": (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0, "a float, not negative"
+            isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
+            "a float, not negative",
         ),
     }[kind]
     if not good:

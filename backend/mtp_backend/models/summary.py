@@ -63,7 +63,9 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         size = math.prod(shape)
         formats[kind] += size
         stored_bytes[_part(name, config.num_hidden_layers)] += size * FORMAT_BYTES.get(kind, 0)
-        shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and _is_mtp(name, config.num_hidden_layers)
+        shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and _is_mtp(
+            name, config.num_hidden_layers
+        )
         if not shared and not name.endswith(SCALE):
             loaded += size * dtype.itemsize
     try:

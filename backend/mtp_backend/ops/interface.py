@@ -58,10 +58,11 @@ class Ops(Protocol):
         Returns the attended latents [T, N, C]. Row i of a sequence sees the cache up to its own position.
         """
 
-    def gqa_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float
-    ) -> Tensor:
-        """Grouped-query attention over the paged cache: query [T, N, D], key and value [blocks, block, G, D] → [T, N, D]."""
+    def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
+        """Grouped-query attention over the paged cache.
+
+        query [T, N, D]; key and value [blocks, block, G, D]. Returns [T, N, D].
+        """
 
     def select_experts(
         self,

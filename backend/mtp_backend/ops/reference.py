@@ -45,9 +45,7 @@ class ReferenceOps:
             output[rows] = (probabilities @ keys).transpose(0, 1).to(output.dtype)
         return output
 
-    def gqa_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float
-    ) -> Tensor:
+    def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
         output = torch.empty_like(query)
         group_size = query.shape[1] // key.shape[2]
         for sequence, rows in enumerate(_rows(layout)):

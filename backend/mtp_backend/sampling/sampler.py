@@ -30,7 +30,9 @@ def sample(logits: Tensor, params: list[SamplingParams], positions: list[int]) -
         rows = torch.tensor(drawn, device=logits.device)
         chosen = [params[row] for row in drawn]
         scores = filter_logits(logits[rows], chosen).double()
-        starts = [stream_start(row_params.noise_seed, positions[row]) for row, row_params in zip(drawn, chosen, strict=True)]
+        starts = [
+            stream_start(row_params.noise_seed, positions[row]) for row, row_params in zip(drawn, chosen, strict=True)
+        ]
         race = scores - exponential(starts, logits.shape[-1], logits.device).log()
         tokens[rows] = race.argmax(-1)
     return tokens.tolist()

@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="show what is in a checkpoint and what it takes to serve it")
     inspect.add_argument("checkpoint", type=Path)
-    inspect.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory")
+    inspect.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory"
+    )
     inspect.add_argument("--memory", type=float, default=16, metavar="GIB", help="memory for weights and cache")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)

@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path

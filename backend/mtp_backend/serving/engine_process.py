@@ -21,7 +21,18 @@ from mtp_backend.engine.sequence import Sequence
 from mtp_backend.errors import Cancelled, MtpError
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
-from mtp_backend.serving.messages import Bye, Cancel, Failed, Generate, Generated, Hello, Message, Propose, Step, Welcome
+from mtp_backend.serving.messages import (
+    Bye,
+    Cancel,
+    Failed,
+    Generate,
+    Generated,
+    Hello,
+    Message,
+    Propose,
+    Step,
+    Welcome,
+)
 from mtp_backend.serving.rendezvous import Rendezvous
 from mtp_backend.serving.sessions import Address, Sessions
 

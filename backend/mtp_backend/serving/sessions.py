@@ -139,7 +139,9 @@ class Sessions:
         if message.token_ids is None:
             raise InvalidArgument("input_ids", None, "a prompt on a START")
         params = SamplingParams.from_dict(message.params or {})
-        sequence = self._engine.new_sequence(message.token_ids, params, paced=True, with_text=self._engine.tokenizer is not None)
+        sequence = self._engine.new_sequence(
+            message.token_ids, params, paced=True, with_text=self._engine.tokenizer is not None
+        )
         if message.sequence in self._sessions:
             self._end(message.sequence, Cancelled("sequence lost: it was started again"))
         self._make_room()
@@ -230,7 +232,9 @@ class Sessions:
             return
         idle = next((key for key, session in self._sessions.items() if session.running is None), None)
         if idle is None:
-            raise Unavailable(f"{len(self._sessions)} of {limit} sequences are running (max_sequences); try again later")
+            raise Unavailable(
+                f"{len(self._sessions)} of {limit} sequences are running (max_sequences); try again later"
+            )
         self._end(idle)
 
     def _end(self, key: SequenceId, error: MtpError | None = None) -> None:

@@ -15,7 +15,12 @@ from mtp_backend.serving import messages
 START, END = 1, 2  # request.flags()
 FINAL = 1  # flag of the last response
 
-_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "NOT_FOUND": "NOT_FOUND", "UNAVAILABLE": "UNAVAILABLE", "CANCELLED": "CANCELLED"}
+_CODES = {
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "NOT_FOUND": "NOT_FOUND",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "CANCELLED": "CANCELLED",
+}
 
 
 def array(request: Any, name: str) -> np.ndarray | None:

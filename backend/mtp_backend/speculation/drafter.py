@@ -38,7 +38,9 @@ class MtpDrafter:
     `shared_head.norm`, as the layer was trained on rows after the target's final norm.
     """
 
-    def __init__(self, networks: Networks, mtp: MtpModule, cache: KVCache, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, networks: Networks, mtp: MtpModule, cache: KVCache, block_size: int, device: torch.device
+    ) -> None:
         self._mtp = mtp
         self._rotary = networks.rotary
         self._cache = cache.layers[-1]
@@ -52,7 +54,9 @@ class MtpDrafter:
             The drafts of each sequence, `num_drafts` of them.
         """
         spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
-        hidden = self._forward([token for item in work for token in item.token_ids], [item.hidden for item in work], spans)
+        hidden = self._forward(
+            [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
+        )
         ends = torch.tensor([span.length for span in spans]).cumsum(0)
         drafts: list[list[int]] = [[] for _ in work]
         chain = [index for index, item in enumerate(work) if item.num_drafts]
@@ -67,7 +71,9 @@ class MtpDrafter:
                 # The next pass sees the draft just made, at the position after the last one.
                 tokens = [drafts[index][-1] for index in chain]
                 nexts = [spans[index].start + spans[index].length + len(drafts[index]) - 1 for index in chain]
-                steps = [Span(work[index].block_table, position, 1) for index, position in zip(chain, nexts, strict=True)]
+                steps = [
+                    Span(work[index].block_table, position, 1) for index, position in zip(chain, nexts, strict=True)
+                ]
                 carry = self._forward(tokens, [carry[kept]], steps)
         return drafts
 

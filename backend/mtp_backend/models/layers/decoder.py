@@ -50,9 +50,7 @@ class CausalLM(nn.Module):
         self.model = Decoder(config, layers, ops)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(
-        self, token_ids: Tensor, rotary: RotaryTable, layout: BatchLayout, caches: list[LayerCache]
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, rotary: RotaryTable, layout: BatchLayout, caches: list[LayerCache]) -> Tensor:
         """Token ids [T] → hidden rows [T, H] after the final norm, which both the head and the MTP module take."""
         angles = rotary(layout.positions)
         x = F.embedding(token_ids, self.model.embed_tokens.weight)

@@ -17,7 +17,9 @@ class RotaryTable:
     and a linear ramp joins them.
     """
 
-    def __init__(self, dim: int, theta: float, max_positions: int, device: torch.device, yarn: YarnConfig | None = None):
+    def __init__(
+        self, dim: int, theta: float, max_positions: int, device: torch.device, yarn: YarnConfig | None = None
+    ):
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
         frequencies = 1.0 / theta**exponents
         magnitude = 1.0

@@ -227,6 +227,15 @@ def test_propose_for_another(table, epoch, sequence):
     table.refused(table.propose(sequence, epoch), "NOT_FOUND", "sequence lost", address=DRAFT)
 
 
+def test_propose_twice(table):
+    """The answer goes to the later request, and the earlier one is not left without any."""
+    table.step(start=True)
+    first, second = table.propose(), table.propose()
+    table.refused(first, "CANCELLED", "asked for again", address=DRAFT)
+    table.run()
+    assert table.answer(second, DRAFT).draft_ids == [7, 8]
+
+
 def test_propose_held_drafts(table):
     """Drafts are computed once."""
     table.step(start=True)

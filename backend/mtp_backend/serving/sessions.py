@@ -84,8 +84,12 @@ class Sessions:
         elif session.sequence.draft_ids or session.sequence.finish_reason:
             self._send(address, Proposed(message.request, session.sequence.draft_ids))
         else:
+            if session.proposing is None:
+                self._engine.request_drafts(session.sequence)
+            else:
+                old_address, old = session.proposing
+                self._fail(old_address, old.request, Cancelled("the drafts were asked for again"))
             session.proposing = (address, message)
-            self._engine.request_drafts(session.sequence)
 
     def deliver(self, output: StepOutput) -> None:
         """Answers the step whose tokens the engine has committed."""

@@ -119,8 +119,7 @@ def tight_pool() -> Callable[[str, int, int, int], int]:
     def kv_cache_bytes(model: str, k: int, block_size: int, blocks: int) -> int:
         checkpoint = Checkpoint(model)
         config = family_of(checkpoint).config.from_dict(checkpoint.config)
-        layers = config.num_hidden_layers + (1 if k else 0)
-        return blocks * bytes_per_block(layers, block_size, config.cache_shape, torch.float32)
+        return blocks * bytes_per_block(config.cache_shapes(1 if k else 0), block_size, torch.float32)
 
     return kv_cache_bytes
 

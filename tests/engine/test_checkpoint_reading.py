@@ -13,15 +13,20 @@ from reference.checkpoints import edit_config, edit_tensors, save_random, shard
 from safetensors.torch import load_file
 
 
-def networks(directory, with_mtp=True, dtype=torch.float32):
+def networks(directory, num_mtp=1, dtype=torch.float32):
     return build_networks(
         Checkpoint(directory),
-        with_mtp=with_mtp,
+        num_mtp=num_mtp,
         dtype=dtype,
         device=torch.device("cpu"),
         max_positions=8,
         ops=ops_for("cpu"),
     )
+
+
+def states(*built):
+    """The weights of each network, side by side."""
+    return zip(*([part.state_dict() for part in (one.target, *one.mtp)] for one in built), strict=True)
 
 
 @pytest.fixture(params=["deepseek_v3", "glm4_moe"])
@@ -37,8 +42,7 @@ def test_shards_give_the_same_tensors(directory):
     assert checkpoint.names == set(tensors)
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
     assert checkpoint.dtype == torch.float32
-    for part in ("target", "mtp"):
-        before, after = (getattr(built, part).state_dict() for built in (whole, networks(directory)))
+    for before, after in states(whole, networks(directory)):
         assert before.keys() == after.keys()
         assert all(map(torch.equal, before.values(), after.values()))
 
@@ -71,13 +75,13 @@ def test_float16_and_bfloat16_tensors_are_read(directory):
 def test_mtp_tensors_may_be_absent_without_speculation(directory):
     edit_tensors(directory, drop_mtp)
     edit_config(directory, lambda config: config.update(num_nextn_predict_layers=0))
-    assert networks(directory, with_mtp=False).mtp is None
+    assert networks(directory, num_mtp=0).mtp == []
 
 
 def test_stored_rotary_frequencies_are_left_out(directory):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(directory, lambda tensors: tensors.update({name: torch.ones(8)}))
-    assert networks(directory).mtp is not None
+    assert networks(directory).mtp
 
 
 def drop_mtp(tensors):
@@ -98,19 +102,19 @@ def test_mtp_shares_the_target_tensors_that_it_repeats(directory, how):
 
     edit_tensors(directory, share)
     built = networks(directory)
-    assert built.mtp.embed_tokens.weight.data_ptr() == built.target.model.embed_tokens.weight.data_ptr()
-    assert built.mtp.shared_head.head.weight.data_ptr() == built.target.lm_head.weight.data_ptr()
+    assert built.mtp[0].embed_tokens.weight.data_ptr() == built.target.model.embed_tokens.weight.data_ptr()
+    assert built.mtp[0].shared_head.head.weight.data_ptr() == built.target.lm_head.weight.data_ptr()
 
 
 def test_mtp_keeps_tensors_of_its_own(directory):
     tensors, built = load_file(directory / "model.safetensors"), networks(directory)
     for own, shared in (
-        (built.mtp.embed_tokens, built.target.model.embed_tokens),
-        (built.mtp.shared_head.head, built.target.lm_head),
+        (built.mtp[0].embed_tokens, built.target.model.embed_tokens),
+        (built.mtp[0].shared_head.head, built.target.lm_head),
     ):
         assert own.weight.data_ptr() != shared.weight.data_ptr()
-    assert torch.equal(built.mtp.embed_tokens.weight, tensors["model.layers.3.embed_tokens.weight"])
-    assert torch.equal(built.mtp.shared_head.head.weight, tensors["model.layers.3.shared_head.head.weight"])
+    assert torch.equal(built.mtp[0].embed_tokens.weight, tensors["model.layers.3.embed_tokens.weight"])
+    assert torch.equal(built.mtp[0].shared_head.head.weight, tensors["model.layers.3.shared_head.head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -156,8 +160,7 @@ def test_fp8_weights_are_dequantised(directory, tmp_path):
     """As the same network whose weights are stored in float32 after dequantising."""
     wide = shutil.copytree(directory, tmp_path / "wide")
     edit_tensors(wide, lambda tensors: tensors.update(quantise(directory)))
-    for part in ("target", "mtp"):
-        before, after = (getattr(networks(built), part).state_dict() for built in (wide, directory))
+    for before, after in states(networks(wide), networks(directory)):
         assert before.keys() == after.keys()
         assert all(map(torch.equal, before.values(), after.values()))
 

@@ -23,7 +23,7 @@ def all_logits(directory, sequences, dtype):
     tables = [paged.new_table(len(tokens)) for tokens in sequences]
     hidden = paged.hidden(sequences, tables, chunk=16)
     rows = paged.draft_rows([tokens[1:] for tokens in sequences], [part[:-1] for part in hidden], tables, chunk=16)
-    return paged.networks.target.logits(torch.cat(hidden)), paged.networks.mtp.logits(torch.cat(rows))
+    return paged.networks.target.logits(torch.cat(hidden)), paged.networks.mtp[0].logits(torch.cat(rows))
 
 
 @pytest.mark.parametrize("name", DEMO)

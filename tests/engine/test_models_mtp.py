@@ -56,7 +56,7 @@ def test_extend_logits(directory, reference, sequences, hidden, chunk, block_siz
     rows = paged.draft_rows([tokens[1:] for tokens in sequences], own_hidden, tables, chunk)
     for tokens, target_rows, row in zip(sequences, hidden, rows, strict=True):
         expected = reference.logits(reference.rows(tokens[1:], target_rows[:-1]))
-        assert (paged.networks.mtp.logits(row) - expected).abs().max() < TOLERANCE
+        assert (paged.networks.mtp[0].logits(row) - expected).abs().max() < TOLERANCE
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ def outputs(directory, dtype, chunk, before_pass):
     with torch.inference_mode():
         return [
             *map(paged.networks.target.logits, hidden),
-            *map(paged.networks.mtp.logits, rows),
+            *map(paged.networks.mtp[0].logits, rows),
             *chains,
         ]
 

@@ -32,10 +32,9 @@ class Paged:
         before_pass: Callable[["Paged", list[Span]], None] = lambda paged, spans: None,
     ) -> None:
         self.networks = build_networks(
-            Checkpoint(directory), with_mtp=True, dtype=dtype, device=CPU, max_positions=256, ops=ops_for("cpu")
+            Checkpoint(directory), num_mtp=1, dtype=dtype, device=CPU, max_positions=256, ops=ops_for("cpu")
         )
-        layers = self.networks.config.num_hidden_layers + 1
-        self.cache = KVCache(layers, num_blocks, block_size, self.networks.config.cache_shape, dtype, CPU)
+        self.cache = KVCache(self.networks.config.cache_shapes(1), num_blocks, block_size, dtype, CPU)
         self.block_size = block_size
         self.before_pass = before_pass
         self._free = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
@@ -59,7 +58,7 @@ class Paged:
 
         def run(parts: list[tuple[int, slice]], tokens: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
             given = torch.cat([hidden[index][part] for index, part in parts])
-            return self.networks.mtp(tokens, given, self.networks.rotary, layout, self.cache.layers[-1])
+            return self.networks.mtp[0](tokens, given, self.networks.rotary, layout, self.cache.layers[-1])
 
         return self._rows(sequences, tables, chunk, run)
 
@@ -81,7 +80,7 @@ class Paged:
 @torch.inference_mode()
 def propose(paged: Paged, work: list[DraftWork]) -> list[tuple[list[int], torch.Tensor]]:
     """What `MtpDrafter.propose` gives for each sequence, and the logits [num_drafts, vocab] that it drew from."""
-    mtp, passes = paged.networks.mtp, []
+    mtp, passes = paged.networks.mtp[0], []
 
     def layout_of(spans: list[Span], *others: object) -> BatchLayout:
         paged.before_pass(paged, spans)
@@ -91,7 +90,7 @@ def propose(paged: Paged, work: list[DraftWork]) -> list[tuple[list[int], torch.
         passes.append(MtpModule.logits(mtp, rows))
         return passes[-1]
 
-    drafter = MtpDrafter(paged.networks, mtp, paged.cache, paged.block_size, CPU)
+    drafter = MtpDrafter(paged.networks, paged.cache, paged.block_size, CPU)
     with patch.object(mtp, "logits", logits_of), patch("mtp_backend.speculation.drafter.build_layout", layout_of):
         drafts = drafter.propose(work)
     logits = [[] for _ in work]

@@ -21,11 +21,11 @@ def test_figures_of_the_loaded_networks(name):
     checkpoint = Checkpoint(CHECKPOINTS / name)
     summary = summarize(checkpoint, torch.float32, 1 << 30)
     networks = build_networks(
-        checkpoint, with_mtp=True, dtype=torch.float32, device=CPU, max_positions=8, ops=ops_for("cpu")
+        checkpoint, num_mtp=1, dtype=torch.float32, device=CPU, max_positions=8, ops=ops_for("cpu")
     )
-    parameters = {*networks.target.parameters(), *networks.mtp.parameters()}
+    parameters = {*networks.target.parameters(), *networks.mtp[0].parameters()}
     assert summary.loaded_bytes == sum(parameter.nbytes for parameter in parameters)
-    cache = KVCache(networks.config.num_hidden_layers + 1, 1, 1, networks.config.cache_shape, torch.float32, CPU)
+    cache = KVCache(networks.config.cache_shapes(1), 1, 1, torch.float32, CPU)
     assert summary.kv_bytes_per_token == sum(tensor.nbytes for layer in cache.layers for tensor in layer)
     assert sum(summary.stored_bytes.values()) == sum(checkpoint.tensor(tensor).nbytes for tensor in checkpoint.names)
     assert (summary.mtp, summary.num_layers, summary.num_mtp_layers) == ("ready", 4, 1)

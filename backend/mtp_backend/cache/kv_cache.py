@@ -11,28 +11,21 @@ from mtp_backend.ops import CacheShape
 
 
 class KVCache:
-    """Two tensors [num_blocks, block_size, heads, width] per layer; the draft layer's come last.
+    """Tensors [num_blocks, block_size, heads, width] of every layer; the draft layers' come last.
 
     Args:
-        num_layers: target layers plus draft layers.
-        shape: (heads, width) of the two tensors of a layer.
+        shapes: (heads, width) of each tensor, layer by layer.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        shape: CacheShape,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shapes: list[CacheShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = [
+        self.layers: list[tuple[Tensor, ...]] = [
             tuple(torch.zeros(num_blocks, block_size, *part, dtype=dtype, device=device) for part in shape)
-            for _ in range(num_layers)
+            for shape in shapes
         ]
 
 
-def bytes_per_block(num_layers: int, block_size: int, shape: CacheShape, dtype: torch.dtype) -> int:
+def bytes_per_block(shapes: list[CacheShape], block_size: int, dtype: torch.dtype) -> int:
     """Memory of one block over all layers."""
-    return num_layers * block_size * sum(math.prod(part) for part in shape) * dtype.itemsize
+    return block_size * sum(math.prod(part) for shape in shapes for part in shape) * dtype.itemsize

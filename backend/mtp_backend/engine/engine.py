@@ -53,7 +53,7 @@ class Engine:
         checkpoint = Checkpoint(config.model)
         model = family_of(checkpoint).config.from_dict(checkpoint.config)
         if config.num_drafts:
-            check_mtp(checkpoint, model)
+            check_mtp(checkpoint, model, 1)
         longest = config.max_model_len or model.max_position_embeddings
         if longest > model.max_position_embeddings:
             raise InvalidArgument(
@@ -65,26 +65,26 @@ class Engine:
         self.tokenizer = load_tokenizer(Path(config.model))
         self.device = torch.device(config.device)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        shape = model.cache_shape
-        num_layers = model.num_hidden_layers + (1 if config.num_drafts else 0)
-        num_blocks = _num_blocks(config, longest, bytes_per_block(num_layers, config.block_size, shape, dtype))
+        num_mtp = 1 if config.num_drafts else 0
+        shapes = model.cache_shapes(num_mtp)
+        num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))
         networks = build_networks(
             checkpoint,
-            with_mtp=config.num_drafts > 0,
+            num_mtp=num_mtp,
             dtype=dtype,
             device=self.device,
             max_positions=longest,
             ops=ops_for(config.device),
         )
         self.pool = BlockPool(num_blocks, config.block_size)
-        cache = KVCache(num_layers, num_blocks, config.block_size, shape, dtype, self.device)
+        cache = KVCache(shapes, num_blocks, config.block_size, dtype, self.device)
         self.scheduler = Scheduler(
             self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size
         )
         self._runner = TargetRunner(networks, cache, config.block_size, self.device)
         self._drafter = None
-        if networks.mtp is not None:
-            self._drafter = MtpDrafter(networks, networks.mtp, cache, config.block_size, self.device)
+        if networks.mtp:
+            self._drafter = MtpDrafter(networks, cache, config.block_size, self.device)
         self._draft_requests: list[Sequence] = []
 
     def new_sequence(

@@ -30,13 +30,13 @@ class Networks:
     Attributes:
         config: the family's configuration.
         target: the main network.
-        mtp: the MTP module, None if it was not asked for.
+        mtp: the MTP modules that were asked for.
         rotary: the rotary angles that both use.
     """
 
     config: ModelConfig
     target: CausalLM
-    mtp: MtpModule | None
+    mtp: list[MtpModule]
     rotary: RotaryTable
 
 
@@ -55,9 +55,12 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def build_networks(
-    checkpoint: Checkpoint, *, with_mtp: bool, dtype: torch.dtype, device: torch.device, max_positions: int, ops: Ops
+    checkpoint: Checkpoint, *, num_mtp: int, dtype: torch.dtype, device: torch.device, max_positions: int, ops: Ops
 ) -> Networks:
     """Builds and fills the networks. Configuration errors are raised before memory is taken.
+
+    Args:
+        num_mtp: how many of the checkpoint's MTP modules to build, the first ones.
 
     Raises:
         CheckpointError: unknown model_type, bad configuration, missing MTP layer, missing, misshapen or
@@ -65,33 +68,33 @@ def build_networks(
     """
     family = family_of(checkpoint)
     config = family.config.from_dict(checkpoint.config)
-    if with_mtp:
-        check_mtp(checkpoint, config)
+    check_mtp(checkpoint, config, num_mtp)
     with torch.device("meta"), _default_dtype(dtype):
         layers = [family.decoder_layer(config, index, ops) for index in range(config.num_hidden_layers)]
         target = CausalLM(config, layers, ops)
     target.to_empty(device=device)
     load_weights(target, checkpoint)
     _check_all_read(checkpoint, config, target)
-    mtp = _build_mtp(family, config, checkpoint, target, dtype, device, ops) if with_mtp else None
+    mtp = [_build_mtp(family, config, index, checkpoint, target, dtype, device, ops) for index in range(num_mtp)]
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
     return Networks(config, target, mtp, rotary)
 
 
-def check_mtp(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Refuses a checkpoint without exactly one usable MTP layer.
+def check_mtp(checkpoint: Checkpoint, config: ModelConfig, num_mtp: int) -> None:
+    """Refuses a checkpoint with fewer MTP layers than `num_mtp`, or without one that it names.
 
     Raises:
-        CheckpointError: config.json has no or several MTP layers, or their tensors are not in the files.
+        CheckpointError: config.json names fewer, or the tensors of one are not in the files.
     """
-    if config.num_nextn_predict_layers != 1:
+    if config.num_nextn_predict_layers < num_mtp:
         raise CheckpointError(
             f"{checkpoint.directory}/config.json: num_nextn_predict_layers {config.num_nextn_predict_layers}; "
-            "speculative decoding with method mtp needs 1"
+            f"speculative decoding with method mtp needs {num_mtp}"
         )
-    name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
-    if name not in checkpoint:
-        raise CheckpointError(f"{checkpoint.directory}: the MTP layer is missing (tensor {name!r})")
+    for index in range(config.num_nextn_predict_layers if num_mtp else 0):
+        name = f"model.layers.{config.num_hidden_layers + index}.eh_proj.weight"
+        if name not in checkpoint:
+            raise CheckpointError(f"{checkpoint.directory}: the MTP layer is missing (tensor {name!r})")
 
 
 def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalLM) -> None:
@@ -113,19 +116,20 @@ def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalL
 def _build_mtp(
     family: Family,
     config: ModelConfig,
+    index: int,
     checkpoint: Checkpoint,
     target: CausalLM,
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
 ) -> MtpModule:
-    index = config.num_hidden_layers
-    prefix = f"model.layers.{index}."
+    number = config.num_hidden_layers + index
+    prefix = f"model.layers.{number}."
     # A checkpoint repeats the target's embedding and head under the MTP layer, or leaves them out: share them.
     shares_embedding = _same(checkpoint, prefix + "embed_tokens.weight", "model.embed_tokens.weight")
     shares_head = _same(checkpoint, prefix + "shared_head.head.weight", "lm_head.weight")
     with torch.device("meta"), _default_dtype(dtype):
-        layer = family.decoder_layer(config, index, ops)
+        layer = family.decoder_layer(config, number, ops)
         embed_tokens = None if shares_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
         head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         mtp = MtpModule(config, layer, embed_tokens, head, ops)

@@ -77,10 +77,14 @@ class ModelConfig:
         """Rotated dimensions of a query head; each family says."""
         raise NotImplementedError
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        """(heads, width) of the two cache tensors of a layer; each family says."""
+    def cache_shape(self, layer: int) -> CacheShape:
+        """(heads, width) of each cache tensor of a layer; each family says. MTP layers follow the target's."""
         raise NotImplementedError
+
+    def cache_shapes(self, num_draft_layers: int) -> list[CacheShape]:
+        """Shapes of all layers' cache tensors, the draft layers' last."""
+        target = [self.cache_shape(layer) for layer in range(self.num_hidden_layers)]
+        return target + [self.cache_shape(self.num_hidden_layers)] * num_draft_layers
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:

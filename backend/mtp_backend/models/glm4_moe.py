@@ -42,8 +42,7 @@ class Glm4MoeConfig(ModelConfig):
         """Rotated dimensions of a head; the others pass unchanged."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @property
-    def cache_shape(self) -> CacheShape:
+    def cache_shape(self, layer: int) -> CacheShape:
         """Per token: keys and values of the KV heads."""
         return (self.num_key_value_heads, self.head_dim), (self.num_key_value_heads, self.head_dim)
 

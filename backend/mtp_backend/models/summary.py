@@ -69,12 +69,11 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         if not shared and not name.endswith(SCALE):
             loaded += size * dtype.itemsize
     try:
-        check_mtp(checkpoint, config)
+        check_mtp(checkpoint, config, 1)
         mtp = "ready"
     except CheckpointError as error:
         mtp = str(error)
-    layers = config.num_hidden_layers + (mtp == "ready")
-    kv_bytes = bytes_per_block(layers, 1, config.cache_shape, dtype)
+    kv_bytes = bytes_per_block(config.cache_shapes(int(mtp == "ready")), 1, dtype)
     return Summary(
         model_type=str(checkpoint.config["model_type"]),
         num_layers=config.num_hidden_layers,

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-# (heads, width) of the two cache tensors of a layer.
-CacheShape = tuple[tuple[int, int], tuple[int, int]]
+# (heads, width) of each cache tensor of a layer.
+CacheShape = tuple[tuple[int, int], ...]
 
 
 @dataclass

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.models import Networks
-from mtp_backend.models.mtp import MtpModule
 
 
 @dataclass
@@ -38,10 +37,8 @@ class MtpDrafter:
     `shared_head.norm`, as the layer was trained on rows after the target's final norm.
     """
 
-    def __init__(
-        self, networks: Networks, mtp: MtpModule, cache: KVCache, block_size: int, device: torch.device
-    ) -> None:
-        self._mtp = mtp
+    def __init__(self, networks: Networks, cache: KVCache, block_size: int, device: torch.device) -> None:
+        self._mtp = networks.mtp[0]
         self._rotary = networks.rotary
         self._cache = cache.layers[-1]
         self._block_size = block_size

@@ -12,7 +12,7 @@ from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.ops import BatchLayout, Ops
 
 # The cache tensors of one layer: (latent, rope key) for MLA, (key, value) for GQA.
-LayerCache = tuple[Tensor, Tensor]
+LayerCache = tuple[Tensor, ...]
 Angles = tuple[Tensor, Tensor]
 
 

@@ -36,8 +36,7 @@ class MLAConfig(ModelConfig):
         """Rotated dimensions of a query head."""
         return self.qk_rope_head_dim
 
-    @property
-    def cache_shape(self) -> CacheShape:
+    def cache_shape(self, layer: int) -> CacheShape:
         """Per token: the latent and the shared rotated key."""
         return (1, self.kv_lora_rank), (1, self.qk_rope_head_dim)
 

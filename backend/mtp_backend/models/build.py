@@ -12,7 +12,7 @@ from torch import nn
 from mtp_backend.checkpoint import Checkpoint, checkpoint_views, load_weights
 from mtp_backend.checkpoint.fp8 import SCALE
 from mtp_backend.errors import CheckpointError
-from mtp_backend.models import deepseek_v3, glm4_moe, glm4_moe_lite
+from mtp_backend.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
 from mtp_backend.models.layers.decoder import CausalLM
@@ -20,7 +20,8 @@ from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import Ops
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, glm4_moe, glm4_moe_lite)}
+MODULES = (deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa)
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in MODULES}
 
 
 @dataclass
@@ -51,6 +52,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
         raise CheckpointError(
             f"{checkpoint.directory}/config.json: model_type {model_type!r}; allowed: {', '.join(sorted(FAMILIES))}"
         )
+    if model_type == "deepseek_v3" and checkpoint.config.get("index_topk") is not None:
+        model_type = "deepseek_v32"  # the name of V3.2 before it had its own
     return FAMILIES[model_type]
 
 

@@ -11,7 +11,9 @@ from mtp_backend.ops import CacheShape
 
 # Fields with one value that is implemented; without them it is meant.
 FIXED = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-MAY_BE_ZERO = {"first_k_dense_replace", "num_nextn_predict_layers"}
+MAY_BE_ZERO = {"first_k_dense_replace", "num_nextn_predict_layers", "index_skip_topk_offset"}
+# Types of fields that `from_dict` makes of several others.
+DERIVED = {"YarnConfig", "tuple[str, ...]"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class ModelConfig:
             values["yarn"] = _yarn(key, rope)
         elif kind != "default":
             raise CheckpointError(f"config.json: {key} type {kind!r}; allowed: default, yarn")
-        if "mlp_layer_types" in values:
-            values = {"first_k_dense_replace": _leading_dense(values["mlp_layer_types"])} | values
+        if values.get("mlp_layer_types") is not None:
+            values = values | {"first_k_dense_replace": _leading_dense(values["mlp_layer_types"])}
         for name, implemented in FIXED.items():
             if values.get(name, implemented) != implemented:
                 raise CheckpointError(f"config.json: {name} {values[name]!r}; allowed: {implemented}")
@@ -143,7 +145,7 @@ def _fields(cls: type, values: dict[str, Any], where: str) -> dict[str, Any]:
 def _typed(field: dataclasses.Field, value: Any, where: str) -> Any:
     """Checks a value against the field's annotation (int, float, bool, or one of them or None)."""
     kind, _, optional = str(field.type).partition(" | ")
-    if kind == "YarnConfig" or (value is None and optional):
+    if kind in DERIVED or (value is None and optional):
         return value
     lowest = 0 if field.name in MAY_BE_ZERO else 1
     good, allowed = {

@@ -3,4 +3,4 @@
 from mtp_backend.models.family import Family
 from mtp_backend.models.layers.mla import MLAConfig, MLAttention
 
-FAMILY = Family("deepseek_v3", MLAConfig, MLAttention)
+FAMILY = Family("deepseek_v3", MLAConfig, lambda config, layer, ops: MLAttention(config, ops))

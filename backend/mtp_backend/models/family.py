@@ -19,13 +19,13 @@ class Family:
     Attributes:
         model_type: the name in config.json.
         config: the family's configuration class.
-        attention: (configuration, operations) → attention layer.
+        attention: (configuration, number of the layer, operations) → attention layer.
     """
 
     model_type: str
     config: type[ModelConfig]
-    attention: Callable[[ModelConfig, Ops], nn.Module]
+    attention: Callable[[ModelConfig, int, Ops], nn.Module]
 
     def decoder_layer(self, config: ModelConfig, layer: int, ops: Ops) -> DecoderLayer:
         """Decoder layer number `layer`."""
-        return DecoderLayer(config, layer, self.attention(config, ops), ops)
+        return DecoderLayer(config, layer, self.attention(config, layer, ops), ops)

@@ -86,4 +86,4 @@ class GQAttention(nn.Module):
         return torch.cat([rotated, x[..., self.rotary_dim :]], dim=-1)
 
 
-FAMILY = Family("glm4_moe", Glm4MoeConfig, GQAttention)
+FAMILY = Family("glm4_moe", Glm4MoeConfig, lambda config, layer, ops: GQAttention(config, ops))

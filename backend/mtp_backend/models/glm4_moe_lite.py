@@ -3,4 +3,4 @@
 from mtp_backend.models.family import Family
 from mtp_backend.models.layers.mla import MLAConfig, MLAttention
 
-FAMILY = Family("glm4_moe_lite", MLAConfig, MLAttention)
+FAMILY = Family("glm4_moe_lite", MLAConfig, lambda config, layer, ops: MLAttention(config, ops))

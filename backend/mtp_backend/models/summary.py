@@ -102,6 +102,7 @@ def _part(name: str, num_layers: int) -> str:
         ("lm_head", "head"),
         (".shared_experts.", "shared experts"),
         (".experts.", "routed experts"),
+        (".self_attn.indexer.", "indexer"),
         (".self_attn.", "attention"),
         (".mlp.gate.", "router"),
         (".mlp.", "dense feed-forward"),

@@ -25,6 +25,8 @@ class BatchLayout:
         query_ends: R cumulative query lengths; the last one equals T.
         kv_lens: R lengths of the cached keys, the batch's own tokens included.
         block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
+        selection: int32 [T, top_k], the cached positions that each token attends, in any order and padded with −1 at
+            the end; None: all up to its own. A layer with an indexer sets it for itself and the layers behind it.
     """
 
     positions: Tensor
@@ -32,6 +34,7 @@ class BatchLayout:
     query_ends: list[int]
     kv_lens: list[int]
     block_tables: Tensor
+    selection: Tensor | None = None
 
 
 class Ops(Protocol):
@@ -55,7 +58,16 @@ class Ops(Protocol):
         """Absorbed multi-head latent attention over the paged latent cache.
 
         q_latent [T, N, C], q_rope [T, N, Dr]; latent [blocks, block, 1, C], rope [blocks, block, 1, Dr].
-        Returns the attended latents [T, N, C]. Row i of a sequence sees the cache up to its own position.
+        Returns the attended latents [T, N, C]. A row sees its positions of `layout.selection`, without a selection the
+        cache up to its own position.
+        """
+
+    def index_topk(self, query: Tensor, weights: Tensor, keys: Tensor, layout: BatchLayout, top_k: int) -> Tensor:
+        """The positions that a lightning indexer (DeepSeek-V3.2) selects: `BatchLayout.selection`.
+
+        query [T, N, D], weights float32 [T, N], keys [blocks, block, 1, D]. Position s up to the row's own scores
+        Σ_n weights[n] · relu(query[n] · keys[s]); the top_k best are selected, the lower position where scores are
+        equal, or all if there are no more than top_k.
         """
 
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:

@@ -41,9 +41,23 @@ class ReferenceOps:
             keys = _cached(latent, layout, sequence)[:, 0]
             rope_keys = _cached(rope, layout, sequence)[:, 0]
             scores = q_latent[rows].flatten(0, 1).float() @ keys.T + q_rope[rows].flatten(0, 1).float() @ rope_keys.T
-            probabilities = _causal_softmax(scores.unflatten(0, (-1, heads)).transpose(0, 1), scale)
+            selection = None if layout.selection is None else layout.selection[rows]
+            probabilities = _masked_softmax(scores.unflatten(0, (-1, heads)).transpose(0, 1), scale, selection)
             output[rows] = (probabilities @ keys).transpose(0, 1).to(output.dtype)
         return output
+
+    def index_topk(self, query: Tensor, weights: Tensor, keys: Tensor, layout: BatchLayout, top_k: int) -> Tensor:
+        selection = torch.full((len(query), top_k), -1, dtype=torch.int32, device=query.device)
+        for sequence, rows in enumerate(_rows(layout)):
+            products = (query[rows].float() @ _cached(keys, layout, sequence)[:, 0].T).relu()
+            scores = torch.einsum("tn,tns->ts", weights[rows], products)
+            visible = layout.positions[rows, None] + 1
+            ranks = torch.arange(scores.shape[1], device=scores.device)
+            scores = scores.masked_fill(ranks >= visible, float("-inf"))
+            # Stable, so that equal scores (zeros are common) stay in the order of positions; topk leaves it open.
+            best = scores.sort(dim=-1, descending=True, stable=True).indices.masked_fill(ranks >= visible, -1)
+            selection[rows, : best.shape[1]] = best[:, :top_k].int()
+        return selection
 
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
         output = torch.empty_like(query)
@@ -51,7 +65,7 @@ class ReferenceOps:
         for sequence, rows in enumerate(_rows(layout)):
             keys = _cached(key, layout, sequence).transpose(0, 1).repeat_interleave(group_size, dim=0)
             values = _cached(value, layout, sequence).transpose(0, 1).repeat_interleave(group_size, dim=0)
-            probabilities = _causal_softmax(query[rows].float().transpose(0, 1) @ keys.mT, scale)
+            probabilities = _masked_softmax(query[rows].float().transpose(0, 1) @ keys.mT, scale)
             output[rows] = (probabilities @ values).transpose(0, 1).to(output.dtype)
         return output
 
@@ -115,11 +129,20 @@ def _cached(cache: Tensor, layout: BatchLayout, sequence: int) -> Tensor:
     return cache[layout.block_tables[sequence, :blocks]].flatten(0, 1)[:length].float()
 
 
-def _causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """Softmax of scores [heads, queries, keys]; the last query sees all keys, the one before all but one, …."""
+def _masked_softmax(scores: Tensor, scale: float, selection: Tensor | None = None) -> Tensor:
+    """Softmax of scores [heads, queries, keys].
+
+    A query sees the keys that its row of `selection` names; without one the last query sees all keys, the one before
+    all but one, ….
+    """
     queries, keys = scores.shape[-2:]
     scores = scores * scale
-    if queries > 1:
+    if selection is not None:
+        # The padding −1 falls into a column behind the last key.
+        hidden = torch.ones(queries, keys + 1, dtype=torch.bool, device=scores.device)
+        hidden = hidden.scatter(1, selection.long() % (keys + 1), False)[:, :keys]
+        scores = scores.masked_fill(hidden, float("-inf"))
+    elif queries > 1:
         hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores.softmax(-1)

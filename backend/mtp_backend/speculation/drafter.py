@@ -34,7 +34,8 @@ class MtpDrafter:
     """Chains of drafts over one MTP layer, which is used again for every draft ("MTP Eagle").
 
     Drafts are the layer's most likely tokens. The hidden row that a pass hands to the next is the one after
-    `shared_head.norm`, as the layer was trained on rows after the target's final norm.
+    `shared_head.norm`, as the layer was trained on rows after the target's final norm. With it goes the selection of
+    sparse attention (`BatchLayout.selection`), which a layer with an indexer uses again or replaces.
     """
 
     def __init__(self, networks: Networks, cache: KVCache, block_size: int, device: torch.device) -> None:
@@ -51,14 +52,15 @@ class MtpDrafter:
             The drafts of each sequence, `num_drafts` of them.
         """
         spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
-        hidden = self._forward(
+        hidden, selection = self._forward(
             [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
         )
         ends = torch.tensor([span.length for span in spans]).cumsum(0)
         drafts: list[list[int]] = [[] for _ in work]
         chain = [index for index, item in enumerate(work) if item.num_drafts]
         if chain:
-            carry = hidden[(ends[chain] - 1).to(self._device)]
+            last = (ends[chain] - 1).to(self._device)
+            carry, selection = hidden[last], _rows(selection, last)
         while chain:
             for index, token in zip(chain, self._mtp.logits(carry).argmax(-1).tolist(), strict=True):
                 drafts[index].append(token)
@@ -71,11 +73,19 @@ class MtpDrafter:
                 steps = [
                     Span(work[index].block_table, position, 1) for index, position in zip(chain, nexts, strict=True)
                 ]
-                carry = self._forward(tokens, [carry[kept]], steps)
+                carry, selection = self._forward(tokens, [carry[kept]], steps, _rows(selection, kept))
         return drafts
 
-    def _forward(self, tokens: list[int], hidden: list[Tensor], spans: list[Span]) -> Tensor:
+    def _forward(
+        self, tokens: list[int], hidden: list[Tensor], spans: list[Span], selection: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         layout = build_layout(spans, self._block_size, self._device)
-        return self._mtp(
+        layout.selection = selection
+        rows = self._mtp(
             torch.tensor(tokens, device=self._device), torch.cat(hidden), self._rotary, layout, self._cache
         )
+        return rows, layout.selection
+
+
+def _rows(selection: Tensor | None, rows: Tensor | list[int]) -> Tensor | None:
+    return None if selection is None else selection[rows]

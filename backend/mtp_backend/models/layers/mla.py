@@ -74,7 +74,16 @@ class MLAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
         """[T, H] → [T, H]."""
-        query = self._query(x).unflatten(-1, (self.heads, -1))
+        return self.attend(x, self.query_latent(x), angles, layout, cache)
+
+    def query_latent(self, x: Tensor) -> Tensor:
+        """What the queries are made of: [T, q_lora_rank], or x itself where they have no low-rank step."""
+        return x if hasattr(self, "q_proj") else self.q_a_layernorm(self.q_a_proj(x))
+
+    def attend(self, x: Tensor, query_latent: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
+        """[T, H] and its `query_latent` → [T, H]."""
+        project = self.q_proj if hasattr(self, "q_proj") else self.q_b_proj
+        query = project(query_latent).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
         q_rope = self.ops.rotary(q_rope, *angles, self.interleaved)
@@ -88,8 +97,3 @@ class MLAttention(nn.Module):
         attended = self.ops.mla_attention(q_latent, q_rope, latent_cache, rope_cache, layout, self.scale)
         values = torch.einsum("thc,hvc->thv", attended, value_up)
         return self.o_proj(values.flatten(1))
-
-    def _query(self, x: Tensor) -> Tensor:
-        if hasattr(self, "q_proj"):
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))

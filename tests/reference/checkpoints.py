@@ -11,20 +11,32 @@ from safetensors.torch import load, load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     PreTrainedModel,
 )
 
 DEMO = {name: Path(__file__).resolve().parents[2] / "checkpoints" / f"{name}-demo" for name in ("deepseek", "glm")}
 CLASSES = {
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "deepseek_v32": DeepseekV32ForCausalLM,
     "glm4_moe": Glm4MoeForCausalLM,
     "glm4_moe_lite": Glm4MoeLiteForCausalLM,
+    "glm_moe_dsa": GlmMoeDsaForCausalLM,
 }
-CONFIGS = {"deepseek_v3": DeepseekV3Config, "glm4_moe": Glm4MoeConfig, "glm4_moe_lite": Glm4MoeLiteConfig}
+CONFIGS = {
+    "deepseek_v3": DeepseekV3Config,
+    "deepseek_v32": DeepseekV32Config,
+    "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
+    "glm_moe_dsa": GlmMoeDsaConfig,
+}
 COMMON = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -51,15 +63,25 @@ DEEPSEEK = COMMON | {
     "topk_group": 2,
 }
 GLM = COMMON | {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5, "use_qk_norm": True}
-# This family names every layer dense or sparse, the MTP layer (which transformers builds as one more) too.
+# Every layer dense or sparse, the MTP layer (which transformers builds as one more) too.
+DENSE_FIRST = ["dense", "sparse", "sparse", "sparse"]
 GLM_LITE = DEEPSEEK | {
     "num_nextn_predict_layers": 1,
     "n_group": 1,
     "topk_group": 1,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "mlp_layer_types": DENSE_FIRST,
 }
 GLM_LITE.pop("first_k_dense_replace")
-DEFAULTS = {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "glm4_moe_lite": GLM_LITE}
+# Most tests have sequences shorter and longer than index_topk. Sixteen heads leave hardly a score at exactly 0, where
+# several positions would tie.
+SPARSE = {"num_nextn_predict_layers": 1, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 24}
+DEFAULTS = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK | SPARSE,
+    "glm4_moe": GLM,
+    "glm4_moe_lite": GLM_LITE,
+    "glm_moe_dsa": DEEPSEEK | SPARSE | {"n_group": 1, "topk_group": 1},
+}
 YARN = {
     "type": "yarn",
     "factor": 8.0,
@@ -69,6 +91,7 @@ YARN = {
     "mscale": 1.3,
     "mscale_all_dim": 0.7,
 }
+SHARED_INDEX = {"index_share_for_mtp_iteration": True}
 # What can be on or off in a family, each with the changes that turn it.
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", {}),
@@ -84,6 +107,18 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-lite": ("glm4_moe_lite", {}),
     "glm-lite-full-queries": ("glm4_moe_lite", {"q_lora_rank": None, "routed_scaling_factor": 1.8}),
     "glm-yarn": ("glm4_moe", {"rope_scaling": YARN}),
+    "deepseek-sparse": ("deepseek_v32", {}),
+    "deepseek-sparse-yarn": ("deepseek_v32", {"rope_scaling": YARN, "attention_bias": True, "index_topk": 5}),
+    "glm-sparse": ("glm_moe_dsa", {}),
+    "glm-sparse-yarn": ("glm_moe_dsa", {"rope_scaling": YARN, "index_topk": 50}),
+    # The MTP layer, which transformers builds as one more, has an entry in lists and patterns.
+    "glm-sparse-layers": ("glm_moe_dsa", {"mlp_layer_types": DENSE_FIRST, "first_k_dense_replace": 3}),
+    "glm-sparse-types": ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared", "full"]} | SHARED_INDEX),
+    "glm-sparse-pattern": ("glm_moe_dsa", {"index_topk_pattern": "FFSF", "index_topk_freq": 3}),
+    "glm-sparse-freq": (
+        "glm_moe_dsa",
+        {"num_hidden_layers": 5, "index_topk_freq": 3, "index_skip_topk_offset": 3} | SHARED_INDEX,
+    ),
 }
 
 
@@ -112,7 +147,16 @@ def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
         shapes["eh_proj.weight"] = (hidden, 2 * hidden)
         tensors |= {f"model.layers.{layers}.{name}": _random(name, shape) for name, shape in shapes.items()}
 
-    edit_config(directory, lambda config: config.update(num_hidden_layers=layers))
+    def edit(config: dict[str, Any]) -> None:
+        config["num_hidden_layers"] = layers
+        if "index_topk" in config:
+            # transformers has also written what it makes of other fields, and takes no list that names the MTP layer.
+            for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+                kinds = config.pop(name, [])[:layers]
+                if name in values:
+                    config[name] = kinds
+
+    edit_config(directory, edit)
     edit_tensors(directory, add_mtp)
     return directory
 
@@ -164,5 +208,5 @@ def shard(directory: Path, count: int) -> None:
 def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Norms about 1, biases about 0, embeddings of unit size, and matrices that keep the size of what they map."""
     if len(shape) == 1:
-        return torch.rand(shape) + 0.5 if "norm" in name else torch.randn(shape) * 0.2
+        return torch.rand(shape) + 0.5 if name.endswith("norm.weight") else torch.randn(shape) * 0.2
     return torch.randn(shape) * (1.0 if "embed_tokens" in name else shape[-1] ** -0.5)

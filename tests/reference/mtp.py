@@ -24,13 +24,22 @@ class MtpReference:
         self.embedding = own.get("embed_tokens.weight", tensors["model.embed_tokens.weight"]).float()
         self.head = own.get("shared_head.head.weight", tensors["lm_head.weight"]).float()
 
-    def rows(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens t[1] … t[n] and hidden rows h[0] … h[n-1] → rows of positions 0 … n-1 after the module's last norm."""
+    def rows(self, tokens: list[int], hidden: torch.Tensor, num_selecting: int | None = None) -> torch.Tensor:
+        """Tokens t[1] … t[n] and hidden rows h[0] … h[n-1] → rows of positions 0 … n-1 after the module's last norm.
+
+        Positions from `num_selecting` on see what the last one before them sees.
+        """
         eps = self.config["rms_norm_eps"]
         embedded = self._norm("enorm", self.embedding[tokens], eps)
         x = self._linear("eh_proj", torch.cat([embedded, self._norm("hnorm", hidden, eps)], dim=-1))
         attention = self._latent_attention if "kv_lora_rank" in self.config else self._grouped_attention
-        x = x + attention(self._norm("input_layernorm", x, eps))
+        normed = self._norm("input_layernorm", x, eps)
+        seen = [list(range(position + 1)) for position in range(len(x))]
+        if "index_topk" in self.config:
+            seen = self._selection(normed)
+            if num_selecting is not None:
+                seen[num_selecting:] = [seen[num_selecting - 1]] * (len(x) - num_selecting)
+        x = x + attention(normed, seen)
         x = x + self._experts(self._norm("post_attention_layernorm", x, eps))
         return self._norm("shared_head.norm", x, eps)
 
@@ -40,11 +49,13 @@ class MtpReference:
     def chain(self, tokens: list[int], hidden: torch.Tensor, num_drafts: int) -> tuple[list[int], torch.Tensor]:
         """Drafts after tokens t[0] … t[n] with hidden rows h[0] … h[n-1], and the logits of each draft.
 
-        Every draft adds its token and, as hidden row, the row that made it.
+        Every draft adds its token and, as hidden row, the row that made it. With index_share_for_mtp_iteration the
+        rows of the drafts see what the row of the last token sees.
         """
         tokens, drafts, logits = list(tokens), [], []
+        num_selecting = len(hidden) if self.config.get("index_share_for_mtp_iteration") else None
         for _ in range(num_drafts):
-            last = self.rows(tokens[1:], hidden)[-1:]
+            last = self.rows(tokens[1:], hidden, num_selecting)[-1:]
             logits.append(self.logits(last)[0])
             drafts.append(int(logits[-1].argmax()))
             tokens.append(drafts[-1])
@@ -57,7 +68,29 @@ class MtpReference:
     def _norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * self.weights[name + ".weight"]
 
-    def _latent_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _selection(self, x: torch.Tensor) -> list[list[int]]:
+        """The positions that the lightning indexer selects for each position, the best first."""
+        config, size, rotary = self.config, self.config["index_head_dim"], self.config["qk_rope_head_dim"]
+        interleaved = config.get("indexer_rope_interleave", config["model_type"] == "glm_moe_dsa")
+        query = self._norm("self_attn.q_a_layernorm", self._linear("self_attn.q_a_proj", x), 1e-6)
+        query = self._linear("self_attn.indexer.wq_b", query).view(len(x), -1, size)
+        key = self._linear("self_attn.indexer.wk", x)
+        key = (key - key.mean(-1, keepdim=True)) / (key.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+        key = key * self.weights["self_attn.indexer.k_norm.weight"] + self.weights["self_attn.indexer.k_norm.bias"]
+        query, key = (
+            torch.cat([self._rotate(part[..., :rotary], rotary, interleaved), part[..., rotary:]], dim=-1)
+            for part in (query, key[:, None])
+        )
+        weights = self._linear("self_attn.indexer.weights_proj", x) * config["index_n_heads"] ** -0.5
+        selection = []
+        for position in range(len(x)):
+            heads = (query[position] @ key[: position + 1, 0].T * size**-0.5).clamp(min=0)
+            scores = (weights[position] @ heads).tolist()
+            ranked = sorted(range(position + 1), key=lambda other: (-scores[other], other))  # noqa: B023
+            selection.append(ranked[: config["index_topk"]])
+        return selection
+
+    def _latent_attention(self, x: torch.Tensor, seen: list[list[int]]) -> torch.Tensor:
         """MLA in its expanded form: keys and values of every head are built."""
         config, heads = self.config, self.config["num_attention_heads"]
         plain, rotary, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
@@ -74,9 +107,11 @@ class MtpReference:
         shared_key = self._rotate(shared_key[:, None], rotary, interleaved).expand(-1, heads, -1)
         query = torch.cat([query[..., :plain], self._rotate(query[..., plain:], rotary, interleaved)], dim=-1)
         scale = (plain + rotary) ** -0.5 * self._magnitude("mscale_all_dim", 0.0) ** 2
-        return self._linear("self_attn.o_proj", _attend(query, torch.cat([key, shared_key], dim=-1), value, scale))
+        return self._linear(
+            "self_attn.o_proj", _attend(query, torch.cat([key, shared_key], dim=-1), value, scale, seen)
+        )
 
-    def _grouped_attention(self, x: torch.Tensor) -> torch.Tensor:
+    def _grouped_attention(self, x: torch.Tensor, seen: list[list[int]]) -> torch.Tensor:
         config, size = self.config, self.config["head_dim"]
         query, key, value = (self._linear(f"self_attn.{name}_proj", x).view(len(x), -1, size) for name in "qkv")
         if config.get("use_qk_norm"):
@@ -90,7 +125,7 @@ class MtpReference:
         )
         repeats = config["num_attention_heads"] // config["num_key_value_heads"]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
-        return self._linear("self_attn.o_proj", _attend(query, key, value, size**-0.5))
+        return self._linear("self_attn.o_proj", _attend(query, key, value, size**-0.5, seen))
 
     def _rotate(self, x: torch.Tensor, size: int, interleaved: bool) -> torch.Tensor:
         """[T, heads, size] times e^(i · position · frequency)."""
@@ -161,10 +196,12 @@ def route(scores: list[float], bias: list[float], config: dict) -> list[tuple[in
     return [(expert, scores[expert] / total * config["routed_scaling_factor"]) for expert in chosen]
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention over whole sequences, [T, heads, size] each → [T, heads · size]."""
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: list[list[int]]
+) -> torch.Tensor:
+    """Attention of each position to those that it sees, [T, heads, size] each → [T, heads · size]."""
     rows = []
-    for position in range(len(query)):
-        scores = torch.einsum("hd,thd->ht", query[position], key[: position + 1]) * scale
-        rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value[: position + 1]).flatten())
+    for position, others in enumerate(seen):
+        scores = torch.einsum("hd,thd->ht", query[position], key[others]) * scale
+        rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), value[others]).flatten())
     return torch.stack(rows)

@@ -17,7 +17,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 def originals(tmp_path_factory):
     return {
         model_type: save_random(tmp_path_factory.mktemp(model_type), model_type)
-        for model_type in ("deepseek_v3", "glm4_moe")
+        for model_type in ("deepseek_v3", "glm4_moe", "glm_moe_dsa")
     }
 
 
@@ -227,6 +227,30 @@ GLM_CONFIGS = {
     "QK norms not asked for": (values(use_qk_norm=False), ["model.layers.0.self_attn.k_norm.weight", "config.json"]),
     "biases asked for": (values(attention_bias=True), ["model.layers.0.self_attn.q_proj.bias", "missing"]),
 }
+SPARSE_CONFIGS = {
+    "queries without a low-rank step": (values(q_lora_rank=None), ["q_lora_rank", "None", "int"]),
+    "no selection": (values(index_topk=0), ["index_topk", "0"]),
+    "selection missing": (without("index_topk"), ["index_topk", "missing"]),
+    "index keys narrower than their rotated part": (values(index_head_dim=15), ["index_head_dim", "15", "16"]),
+    "another number of index heads": (
+        values(index_n_heads=8),
+        ["self_attn.indexer.wq_b.weight", "[384, 20]", "[192, 20]"],
+    ),
+    "too few indexer types": (values(indexer_types=["full"]), ["indexer_types", "1 layers", "3"]),
+    "unknown indexer type": (values(indexer_types=["full", "none", "full"]), ["indexer_types", "'none'", "shared"]),
+    "unknown letter": (values(index_topk_pattern="FXS"), ["index_topk_pattern", "'FXS'", "F, S"]),
+    "indexer types a number": (values(indexer_types=3), ["indexer_types", "3", "list"]),
+    "nothing to share": (values(indexer_types=["shared", "full", "full"]), ["layer 0", "indexer_types"]),
+    "nothing to share at first": (
+        values(index_topk_freq=2, index_skip_topk_offset=0),
+        ["layer 0", "index_topk_freq", "index_skip_topk_offset"],
+    ),
+    "no frequency": (values(index_topk_freq=0), ["index_topk_freq", "0"]),
+    "an indexer that a shared layer has": (
+        values(index_topk_pattern="FFS"),
+        ["model.layers.2.self_attn.indexer.", "config.json"],
+    ),
+}
 # Without speculation nothing reads the MTP layer, and a wrong number of layers would give wrong text.
 PLAIN_CONFIGS = {
     "a layer too few": (values(num_hidden_layers=2), ["model.layers.3.", "num_hidden_layers 2"]),
@@ -259,6 +283,13 @@ def test_config(case, refusal):
 def test_glm_config(case, refusal):
     damage, named = GLM_CONFIGS[case]
     message = refusal(damage, "glm4_moe")
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize("case", SPARSE_CONFIGS)
+def test_sparse_config(case, refusal):
+    damage, named = SPARSE_CONFIGS[case]
+    message = refusal(damage, "glm_moe_dsa")
     assert all(part in message for part in named), message
 
 

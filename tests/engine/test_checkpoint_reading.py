@@ -29,7 +29,7 @@ def states(*built):
     return zip(*([part.state_dict() for part in (one.target, *one.mtp)] for one in built), strict=True)
 
 
-@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(params=["deepseek_v3", "glm4_moe", "deepseek_v32"])
 def directory(request, tmp_path):
     return save_random(tmp_path / "checkpoint", request.param)
 
@@ -56,9 +56,10 @@ def test_index_wins_over_a_single_file(directory):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_take_the_asked_dtype(directory, dtype):
-    """The router stays in float32: it chooses experts by small differences."""
+    """The router and the weights of index scores stay in float32: they choose by small differences."""
     for name, parameter in networks(directory, dtype=dtype).target.named_parameters():
-        assert parameter.dtype == (torch.float32 if ".gate." in name else dtype), name
+        chooses = ".gate." in name or "weights_proj" in name
+        assert parameter.dtype == (torch.float32 if chooses else dtype), name
 
 
 def test_float16_and_bfloat16_tensors_are_read(directory):
@@ -87,6 +88,12 @@ def test_stored_rotary_frequencies_are_left_out(directory):
 def drop_mtp(tensors):
     for name in [name for name in tensors if name.startswith("model.layers.3.")]:
         del tensors[name]
+
+
+def test_an_early_config_of_deepseek_v32_names_deepseek_v3(tmp_path):
+    directory = save_random(tmp_path, "deepseek_v32")
+    edit_config(directory, lambda config: config.update(model_type="deepseek_v3"))
+    assert networks(directory).target.model.layers[0].self_attn.indexer is not None
 
 
 SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -136,7 +143,8 @@ def quantise(directory, block=(8, 8)):
 
     def edit(tensors):
         for name, weight in list(tensors.items()):
-            if "_proj" in name and weight.ndim == 2 and "eh_proj" not in name:
+            projects = "_proj" in name or ".indexer.w" in name
+            if projects and weight.ndim == 2 and "eh_proj" not in name:
                 blocks = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
                 scale = torch.rand(blocks) * 0.01 + 0.001
                 wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)

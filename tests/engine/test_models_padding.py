@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from mtp_backend.speculation import DraftWork
-from reference.checkpoints import DEMO
+from reference.checkpoints import DEMO, FEATURES, save_random
 from reference.paged import Paged, propose
 
 LENGTHS = [1, 6, 13, 37]
@@ -44,11 +44,18 @@ def outputs(directory, dtype, chunk, before_pass):
         ]
 
 
+@pytest.fixture(scope="module", params=[*DEMO, "deepseek-sparse", "glm-sparse-freq"])
+def directory(request, tmp_path_factory):
+    if request.param in DEMO:
+        return DEMO[request.param]
+    model_type, changes = FEATURES[request.param]
+    return save_random(tmp_path_factory.mktemp(request.param), model_type, vocab_size=1024, **changes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [64, 1, 5])
-@pytest.mark.parametrize("name", DEMO)
-def test_poison_changes_no_bit(name, chunk, dtype):
-    clean = outputs(DEMO[name], dtype, chunk, lambda paged, spans: None)
-    poisoned = outputs(DEMO[name], dtype, chunk, poison)
+def test_poison_changes_no_bit(directory, chunk, dtype):
+    clean = outputs(directory, dtype, chunk, lambda paged, spans: None)
+    poisoned = outputs(directory, dtype, chunk, poison)
     assert all(map(torch.equal, clean, poisoned))
     assert all(logits.isfinite().all() for logits in clean)

@@ -69,6 +69,18 @@ def test_greedy_tokens(name):
         assert output.token_ids == expected[len(prompt) :]
 
 
+@pytest.mark.parametrize("feature", ["glm-lite", "deepseek-sparse", "glm-sparse-freq"])
+def test_greedy_tokens_of_families_without_a_demo(feature, tmp_path):
+    model_type, changes = FEATURES[feature]
+    directory = save_random(tmp_path, model_type, **changes)
+    prompts = [random_tokens(length, 96) for length in (2, 20)]
+    llm = LLM(str(directory), dtype="float32", num_threads=1, prefill_chunk_size=8)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=200, ignore_eos=True))
+    reference = transformers_model(directory)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == greedy(reference, prompt, 200)[len(prompt) :]
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_both_spellings_of_rope_in_config_json(feature, tmp_path):
     """transformers 5 writes rope_parameters; the official files have rope_theta, rope_scaling and so on."""

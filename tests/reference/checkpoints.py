@@ -161,9 +161,9 @@ def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
     return directory
 
 
-def transformers_model(directory: Path) -> PreTrainedModel:
+def transformers_model(directory: str | Path) -> PreTrainedModel:
     """transformers' network of a checkpoint, in float32 with plain attention; it leaves the MTP layer out."""
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((Path(directory) / "config.json").read_text())
     model_class = CLASSES[config["model_type"]]
     model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
     return model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

@@ -125,6 +125,64 @@ def test_latent_attention_sees_the_past_only(batch):
             torch.testing.assert_close(result[row, head], expected)
 
 
+def selected(batch, top_k):
+    """A selection of random positions, padded with −1, for every query row."""
+    rows = [torch.randperm(seen)[:top_k].tolist() for _, _, seen in visible(batch)]
+    return torch.tensor([row + [-1] * (top_k - len(row)) for row in rows], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 9])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_latent_attention_sees_the_selection_only(batch, top_k):
+    latents, ropes = ([torch.randn(total, 1, width) for _, total in batch] for width in (8, 4))
+    caches = [cached(rows, TABLES[: len(batch)], 3, 10) for rows in (latents, ropes)]
+    tokens = sum(new for new, _ in batch)
+    q_latent, q_rope = torch.randn(tokens, 5, 8), torch.randn(tokens, 5, 4)
+    layout = batch_layout(batch)
+    layout.selection = selected(batch, top_k)
+    result = OPS.mla_attention(q_latent, q_rope, *caches, layout, scale=0.3)
+    for row, sequence, _ in visible(batch):
+        chosen = [position for position in layout.selection[row].tolist() if position >= 0]
+        keys, rope_keys = latents[sequence][chosen, 0], ropes[sequence][chosen, 0]
+        for head in range(5):
+            scores = keys @ q_latent[row, head] + rope_keys @ q_rope[row, head]
+            torch.testing.assert_close(result[row, head], (scores * 0.3).softmax(0) @ keys)
+    if top_k == 9:  # more than any row sees, so all that it sees is selected
+        dense = OPS.mla_attention(q_latent, q_rope, *caches, batch_layout(batch), scale=0.3)
+        assert torch.equal(result, dense)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 9])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_index_topk_takes_the_best_scores(batch, top_k):
+    keys = [torch.randn(total, 1, 4) for _, total in batch]
+    tokens = sum(new for new, _ in batch)
+    query, weights = torch.randn(tokens, 6, 4), torch.randn(tokens, 6)
+    cache = cached(keys, TABLES[: len(batch)], 3, 10)
+    selection = OPS.index_topk(query, weights, cache, batch_layout(batch), top_k)
+    assert selection.dtype == torch.int32 and selection.shape == (tokens, top_k)
+    for row, sequence, seen in visible(batch):
+        scores = [
+            sum(weights[row, head] * max(query[row, head] @ key, 0) for head in range(6))
+            for key in keys[sequence][:seen, 0]
+        ]
+        best = sorted(range(seen), key=lambda position: -scores[position])[:top_k]  # noqa: B023
+        assert selection[row].tolist() == best + [-1] * (top_k - len(best))
+
+
+def test_index_topk_takes_lower_positions_of_equal_scores():
+    """ReLU makes many scores exactly 0; `torch.topk` would take any of them."""
+    keys = torch.tensor([-1.0, 2, -1, -3, 5, -2, 0, 2] * 8)[:, None, None]
+    table = list(range(22))
+    cache = cached([keys], [table], 3, 22)
+    for top_k, expected in ((2, [4, 12]), (10, [4, 12, 20, 28, 36, 44, 52, 60, 1, 7]), (27, [0, 2, 3])):
+        layout = build_layout([Span(table, 63, 1)], 3, CPU)
+        selection = OPS.index_topk(torch.ones(1, 2, 1), torch.tensor([[0.5, 0.25]]), cache, layout, top_k)[0].tolist()
+        assert selection[-len(expected) :] == expected
+    negative = OPS.index_topk(torch.ones(1, 1, 1), -torch.ones(1, 1), cache, layout, 5)[0].tolist()
+    assert negative == [0, 2, 3, 5, 6]
+
+
 def test_write_cache_fills_the_slots_of_the_layout_only():
     batch = BATCHES[2]
     layout = batch_layout(batch)

@@ -5,20 +5,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_backend.cache import KVCache
+from mtp_backend.cache import KVCache, bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.models import build_networks
+from mtp_backend.models.build import FAMILIES
 from mtp_backend.models.summary import summarize
 from mtp_backend.ops import ops_for
 from mtp_backend.serving.cli import main
+from reference.checkpoints import FEATURES, edit_tensors, save_random
+from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["deepseek-demo", "glm-demo"])
-def test_figures_of_the_loaded_networks(name):
-    checkpoint = Checkpoint(CHECKPOINTS / name)
+@pytest.fixture(params=["deepseek-demo", "glm-demo", "deepseek-sparse", "glm-sparse-freq"])
+def directory(request, tmp_path):
+    if request.param in FEATURES:
+        model_type, changes = FEATURES[request.param]
+        edit_tensors(save_random(tmp_path, model_type, **changes), leave_out_what_mtp_shares)
+        return tmp_path
+    return CHECKPOINTS / request.param
+
+
+def leave_out_what_mtp_shares(tensors):
+    for name in [name for name in tensors if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))]:
+        if name.startswith("model.layers."):
+            del tensors[name]
+
+
+def test_figures_of_the_loaded_networks(directory):
+    checkpoint = Checkpoint(directory)
     summary = summarize(checkpoint, torch.float32, 1 << 30)
     networks = build_networks(
         checkpoint, num_mtp=1, dtype=torch.float32, device=CPU, max_positions=8, ops=ops_for("cpu")
@@ -28,7 +45,27 @@ def test_figures_of_the_loaded_networks(name):
     cache = KVCache(networks.config.cache_shapes(1), 1, 1, torch.float32, CPU)
     assert summary.kv_bytes_per_token == sum(tensor.nbytes for layer in cache.layers for tensor in layer)
     assert sum(summary.stored_bytes.values()) == sum(checkpoint.tensor(tensor).nbytes for tensor in checkpoint.names)
-    assert (summary.mtp, summary.num_layers, summary.num_mtp_layers) == ("ready", 4, 1)
+    assert (summary.mtp, summary.num_layers, summary.num_mtp_layers) == ("ready", len(networks.target.model.layers), 1)
+
+
+@pytest.mark.parametrize(
+    ("published", "full_layers"),
+    [
+        # DeepSeek-V3.2, GLM-5 and GLM-5.2.
+        (DeepseekV32Config(), range(61)),
+        (GlmMoeDsaConfig(), range(78)),
+        (GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3), [0, 1, *range(2, 78, 4)]),
+    ],
+    ids=["DeepSeek-V3.2", "GLM-5", "GLM-5.2"],
+)
+def test_index_keys_of_the_published_sizes(published, full_layers):
+    """576 values a layer for attention, 128 more in the MTP layer and in the layers with an indexer."""
+    values = published.to_dict()
+    values.pop("indexer_types", None)
+    config = FAMILIES[published.model_type].config.from_dict(values)
+    assert [layer for layer in range(config.num_hidden_layers) if config.has_indexer(layer)] == list(full_layers)
+    layers, indexers = config.num_hidden_layers + 1, len(full_layers) + 1
+    assert bytes_per_block(config.cache_shapes(1), 1, torch.bfloat16) == 2 * (576 * layers + 128 * indexers)
 
 
 def test_context_is_what_the_memory_leaves():

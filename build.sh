@@ -63,9 +63,10 @@ setup() {
     say "environment in .venv ($("$python" --version))"
     make_venv "$python"
     say "packages (torch is the largest)"
-    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test]' -e client
-    # The server's package has a Python interface of its own, which is not used: leave its requirements out.
-    "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton
+    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test,grammar]' -e client
+    # The server's package has a Python interface of its own, and xgrammar a GPU compiler, which are not used: leave
+    # their requirements out.
+    "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton xgrammar
     printf '%s' "$wanted" > "$venv/.installed"
   fi
   ln -sfn "$("$venv/bin/mtp" install-server)" "$venv/bin/tritonserver"

@@ -16,9 +16,9 @@ class Letters:
     def __init__(self, stop):
         self.value, self.stop = "", stop
 
-    def append(self, token):
+    def append(self, token, *, may_stop):
         self.value += chr(ord("a") + token - 10)
-        return self.value.endswith(self.stop)
+        return may_stop and self.value.endswith(self.stop)
 
 
 def sequence(text=None, **params):

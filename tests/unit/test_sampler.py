@@ -25,11 +25,14 @@ REQUESTS = [
     {"temperature": 1.3, "top_p": 0.9, "min_p": 0.25},
     {"temperature": 1.5, "top_k": 6, "min_p": 0.3},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.15},
+    {"temperature": 1.0, "typical_p": 0.5},
+    {"temperature": 1.5, "typical_p": 0.9},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.6},
 ]
 IDS = [",".join(f"{name}={value}" for name, value in request.items()) for request in REQUESTS]
 
 
-def target(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+def target(logits, temperature, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0):
     """The distribution asked for, in float64, token by token."""
     weights = [math.exp((float(logit) - float(max(logits))) / temperature) for logit in logits]
     ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
@@ -44,6 +47,16 @@ def target(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
                 break
         ranked = kept
     ranked = [token for token in ranked if weights[token] >= min_p * weights[ranked[0]]]
+    if typical_p < 1:
+        total, held, kept = sum(weights[token] for token in ranked), 0.0, []
+        shares = {token: weights[token] / total for token in ranked}
+        entropy = -sum(share * math.log(share) for share in shares.values())
+        for token in sorted(ranked, key=lambda token: abs(-math.log(shares[token]) - entropy)):
+            kept.append(token)
+            held += shares[token]
+            if held >= typical_p:
+                break
+        ranked = sorted(kept, key=lambda token: -weights[token])
     probabilities = np.zeros(len(weights))
     for token in ranked:
         probabilities[token] = weights[token] / sum(weights[other] for other in ranked)

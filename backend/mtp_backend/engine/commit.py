@@ -37,6 +37,8 @@ def commit(sequence: Sequence, token_ids: list[int], rules: EndRules) -> list[in
         sequence.finish_reason = _finish_reason(sequence, token, rules)
         if sequence.finish_reason:
             break
+    for processor in sequence.processors:
+        processor.commit(committed)
     return committed
 
 
@@ -52,7 +54,8 @@ def _finish_reason(sequence: Sequence, token: int, rules: EndRules) -> str:
     params = sequence.params
     if token in params.stop_token_ids or (token in rules.eos_token_ids and not params.ignore_eos):
         return "stop"
-    if sequence.text is not None and sequence.text.append(token):
+    may_stop = sequence.num_generated > params.min_tokens
+    if sequence.text is not None and sequence.text.append(token, may_stop=may_stop):
         return "stop"
     if params.max_tokens is not None and sequence.num_generated >= params.max_tokens:
         return "length"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from mtp_backend.cache import BlockPool, KVCache, bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.commit import EndRules, commit, room_for_drafts
-from mtp_backend.engine.runner import TargetRunner
+from mtp_backend.engine.processing import Processing
+from mtp_backend.engine.runner import Computed, TargetRunner
 from mtp_backend.engine.scheduler import Scheduled, Scheduler
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.engine.text import IncrementalText
@@ -81,6 +81,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size
         )
+        self._processing = Processing(self.tokenizer, self.vocab_size, self.rules.eos_token_ids, self.device)
         self._runner = TargetRunner(networks, cache, config.block_size, self.device)
         self._drafter = None
         if networks.mtp:
@@ -97,7 +98,8 @@ class Engine:
             with_text: decode the output to text; stop strings need it and turn it on.
 
         Raises:
-            InvalidArgument: empty or too long prompt, token id or stop id outside the vocabulary.
+            InvalidArgument: empty or too long prompt, a token id outside the vocabulary, parameters that this model
+                or this kind of request cannot honour.
         """
         self.check_tokens("input_ids", prompt_ids)
         if not 1 <= len(prompt_ids) < self.rules.max_model_len:
@@ -107,12 +109,20 @@ class Engine:
                 f"1 … {self.rules.max_model_len - 1} tokens (max_model_len − 1)",
             )
         self.check_tokens("stop_token_ids", params.stop_token_ids)
+        self.check_tokens("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_tokens("logit_bias", tuple(params.logit_bias))
+        if params.n > 1:
+            raise InvalidArgument("n", params.n, "1 (the offline API alone makes several samples of a prompt)")
+        for name in ("logprobs", "prompt_logprobs") if paced else ():
+            if getattr(params, name) is not None:
+                raise InvalidArgument(name, getattr(params, name), "nothing for a sequence that its client paces")
         text = None
         if with_text or params.stop:
             if self.tokenizer is None:
                 raise InvalidArgument("stop", params.stop, "nothing: the checkpoint has no tokenizer.json")
             text = IncrementalText(self.tokenizer, prompt_ids, params.stop)
-        return Sequence(list(prompt_ids), len(prompt_ids), params, paced=paced, text=text)
+        processors = self._processing.processors(params, prompt_ids)
+        return Sequence(list(prompt_ids), len(prompt_ids), params, paced=paced, text=text, processors=processors)
 
     def check_tokens(self, field: str, token_ids: list[int] | tuple[int, ...]) -> None:
         """Refuses token ids outside the vocabulary."""
@@ -132,6 +142,8 @@ class Engine:
     def append(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Appends a client's tokens to the text of a paced sequence, which goes on even if it had ended.
 
+        All of the text so far is then prompt: lengths, penalties, stop strings and a grammar begin again.
+
         Raises:
             InvalidArgument: token id outside the vocabulary, or no room for another token.
         """
@@ -144,6 +156,7 @@ class Engine:
         sequence.token_ids += token_ids
         if sequence.text is not None:
             sequence.text = IncrementalText(self.tokenizer, sequence.token_ids, sequence.params.stop)
+        sequence.processors = self._processing.processors(sequence.params, sequence.token_ids)
         sequence.draft_ids = []
         sequence.finish_reason = ""
         sequence.num_generated = 0
@@ -178,22 +191,23 @@ class Engine:
         batch = self.scheduler.schedule()
         outputs = []
         if batch:
-            hidden, drawn = self._runner.run(batch)
-            for share, rows, target_ids in zip(batch, hidden, drawn, strict=True):
-                output = self._advance(share, rows, target_ids)
+            for share, computed in zip(batch, self._runner.run(batch), strict=True):
+                output = self._advance(share, computed)
                 if output is not None:
                     outputs.append(output)
         self._draft([share.sequence for share in batch])
         return outputs
 
-    def _advance(self, share: Scheduled, hidden: Tensor, target_ids: list[int]) -> StepOutput | None:
+    def _advance(self, share: Scheduled, computed: Computed) -> StepOutput | None:
         """Moves a sequence on by what its share of the batch computed."""
         sequence = share.sequence
         output = None
         num_computed = sequence.num_computed + share.num_tokens
-        if target_ids:
-            accepted = count_accepted(share.draft_ids, target_ids)
-            committed = commit(sequence, target_ids[: accepted + 1], self.rules)
+        sequence.prompt_logprobs += computed.prompt_logprobs
+        if share.samples:
+            accepted = count_accepted(share.draft_ids, computed.token_ids)
+            committed = commit(sequence, computed.token_ids[: accepted + 1], self.rules)
+            sequence.logprobs += computed.logprobs[: len(committed)]
             if share.draft_ids:
                 sequence.counters.record(len(share.draft_ids), min(accepted, len(committed)))
             # Rejected drafts are rolled back by length: their cache slots are written again by the next step.
@@ -201,7 +215,7 @@ class Engine:
             sequence.draft_ids = []
             output = StepOutput(sequence, committed, min(accepted, len(committed)))
         if self._drafter is not None:
-            rows = hidden[: num_computed - sequence.num_computed]
+            rows = computed.hidden[: num_computed - sequence.num_computed]
             sequence.hidden = rows if sequence.hidden is None else torch.cat([sequence.hidden, rows])
         sequence.num_computed = num_computed
         if output is not None and sequence.paced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtp_backend.config import EngineConfig, SpeculativeConfig
@@ -12,6 +12,8 @@ from mtp_backend.engine.sequence import Sequence
 from mtp_backend.engine.tokenizer import encode
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling import SamplingParams
+from mtp_backend.sampling.logprobs import Logprob
+from mtp_backend.sampling.noise import sample_seed
 
 Prompt = str | list[int]
 
@@ -24,6 +26,11 @@ class RequestOutput:
         prompt_token_ids, token_ids: the prompt and what was generated, an end token included.
         text: the generated text, without end tokens, special tokens and stop strings.
         finish_reason: "stop" or "length".
+        index: number of the sample among the n of its prompt.
+        logprobs: for each generated token its own log-probability and those of the most likely ones, by token id;
+            None unless asked for.
+        cumulative_logprob: sum over the generated tokens; None unless `logprobs` is asked for.
+        prompt_logprobs: the same for the prompt, whose first token has none; None unless asked for.
         num_spec_steps: verify steps with at least one draft.
         num_draft_tokens, num_accepted_draft_tokens: drafts verified, and those that became part of the output.
     """
@@ -32,6 +39,10 @@ class RequestOutput:
     token_ids: list[int]
     text: str
     finish_reason: str
+    index: int
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
@@ -71,6 +82,9 @@ class LLM:
 
         Raises:
             InvalidArgument: a prompt or its parameters are wrong; nothing has been generated then.
+
+        Returns:
+            The results in the order of the prompts, n of them for a prompt whose parameters ask for n samples.
         """
         prompts = _several(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -80,10 +94,12 @@ class LLM:
         if len(params) != len(prompts):
             raise InvalidArgument("params", f"{len(params)} of them", f"one, or one for each of {len(prompts)} prompts")
         with_text = self.engine.tokenizer is not None
-        sequences = [
-            self.engine.new_sequence(self._token_ids(prompt), own, with_text=with_text)
-            for prompt, own in zip(prompts, params, strict=True)
+        samples = [
+            (self._token_ids(prompt), own, index)
+            for prompt, sampling in zip(prompts, params, strict=True)
+            for index, own in enumerate(_samples(sampling))
         ]
+        sequences = [self.engine.new_sequence(ids, own, with_text=with_text) for ids, own, _ in samples]
         for sequence in sequences:
             self.engine.add(sequence)
         try:
@@ -93,7 +109,7 @@ class LLM:
             for sequence in sequences:
                 if not sequence.finish_reason:
                     self.engine.remove(sequence)
-        return [_result(sequence) for sequence in sequences]
+        return [_result(sequence, index) for sequence, (_, _, index) in zip(sequences, samples, strict=True)]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return encode(self.engine.tokenizer, "prompts", prompt) if isinstance(prompt, str) else prompt
@@ -112,13 +128,24 @@ def _several(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def _result(sequence: Sequence) -> RequestOutput:
-    counters = sequence.counters
+def _samples(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of n samples."""
+    if params.n == 1:
+        return [params]
+    return [replace(params, n=1, seed=sample_seed(params.noise_seed, index)) for index in range(params.n)]
+
+
+def _result(sequence: Sequence, index: int) -> RequestOutput:
+    counters, params = sequence.counters, sequence.params
     return RequestOutput(
         prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
         token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
         text=sequence.text.value if sequence.text is not None else "",
         finish_reason=sequence.finish_reason,
+        index=index,
+        logprobs=None if params.logprobs is None else sequence.logprobs,
+        cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
+        prompt_logprobs=None if params.prompt_logprobs is None else [None, *sequence.prompt_logprobs],
         num_spec_steps=counters.num_spec_steps,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_draft_tokens=counters.num_accepted_draft_tokens,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mtp_backend.engine.text import IncrementalText
 from mtp_backend.sampling import SamplingParams
+from mtp_backend.sampling.logprobs import Logprob
+from mtp_backend.sampling.processors import Processor
 
 
 class Status(Enum):
@@ -53,6 +55,7 @@ class Sequence:
         params: the request's parameters.
         paced: steps are asked for by a client, one at a time; otherwise the sequence steps whenever it can.
         text: the output as text; None where only tokens are wanted.
+        processors: what changes its logits, in order; empty for most requests.
         num_computed: positions 0 … num_computed − 1 hold valid target keys in the cache. While decoding this is
             len(token_ids) − 1: the last token has not been fed yet.
         num_drafted: positions 0 … num_drafted − 1 hold valid keys of the draft layer; they follow the target's.
@@ -61,6 +64,8 @@ class Sequence:
         block_table: ids of the cache blocks.
         num_generated: tokens generated so far.
         finish_reason: "" while running, then "stop" or "length".
+        logprobs: for each generated token, if asked for.
+        prompt_logprobs: for each token of the prompt but the first, if asked for.
         last_used: when its client last asked, in seconds of the engine's clock.
     """
 
@@ -69,6 +74,7 @@ class Sequence:
     params: SamplingParams
     paced: bool = False
     text: IncrementalText | None = None
+    processors: list[Processor] = field(default_factory=list)
     status: Status = Status.WAITING
     num_computed: int = 0
     num_drafted: int = 0
@@ -78,4 +84,12 @@ class Sequence:
     num_generated: int = 0
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)
     finish_reason: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     last_used: float = 0.0
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Log-probability of the generated tokens together, in order; needs `logprobs`."""
+        own = zip(self.logprobs, self.token_ids[-self.num_generated :], strict=True)
+        return sum(row[token].logprob for row, token in own)

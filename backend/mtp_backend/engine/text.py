@@ -29,8 +29,11 @@ class IncrementalText:
         self._decoded = len(self._ids)
         self._taken = 0
 
-    def append(self, token: int) -> bool:
-        """Adds one token; True if a stop string is now complete. The text then ends before it."""
+    def append(self, token: int, *, may_stop: bool = True) -> bool:
+        """Adds one token; True if a stop string is now complete. The text then ends before it.
+
+        With `may_stop` false no stop string is looked for in what the token adds.
+        """
         self._ids.append(token)
         before = self._decode(self._ids[self._context : self._decoded])
         after = self._decode(self._ids[self._context :])
@@ -41,7 +44,7 @@ class IncrementalText:
         # Keep a window of the last tokens only: decoding cost does not grow with the text.
         self._context = max(0, self._decoded - CONTEXT_TOKENS + 1)
         self._decoded = len(self._ids)
-        return self._cut_at_stop(searched)
+        return may_stop and self._cut_at_stop(searched)
 
     def take(self, final: bool) -> str:
         """The text that may be shown now and has not been taken yet; everything when the request is at its end."""

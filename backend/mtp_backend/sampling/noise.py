@@ -19,6 +19,11 @@ def stream_start(seed: int, position: int) -> int:
     return _mix((_mix(seed) + position * _GAMMA) & _MASK)
 
 
+def sample_seed(seed: int, index: int) -> int:
+    """Seed of one of several samples of a prompt; the first has the request's own."""
+    return seed if index == 0 else _mix((_mix(seed ^ _GAMMA) + index * _GAMMA) & _MASK)
+
+
 def exponential(starts: list[int], size: int, device: torch.device) -> Tensor:
     """Standard exponential noise, float64 [len(starts), size]; row r is the stream that starts at starts[r]."""
     counters = torch.arange(1, size + 1, device=device) * _signed(_GAMMA)

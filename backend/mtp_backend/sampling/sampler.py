@@ -39,7 +39,7 @@ def sample(logits: Tensor, params: list[SamplingParams], positions: list[int]) -
 
 
 def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Logits [N, vocab] after temperature, top-k, top-p and min-p; what is cut is −inf. Float32.
+    """Logits [N, vocab] after temperature, top-k, top-p, min-p and typical-p; what is cut is −inf. Float32.
 
     The softmax of a row is the distribution that the request asks for.
     """
@@ -61,4 +61,22 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     if any(row.min_p for row in params):
         min_p = torch.tensor([row.min_p for row in params], device=device)[:, None]
         scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p.log(), float("-inf"))
+    if any(row.typical_p < 1 for row in params):
+        typical_p = torch.tensor([row.typical_p for row in params], device=device, dtype=torch.float64)[:, None]
+        scores = scores.masked_fill(_atypical(scores.double().log_softmax(-1), typical_p), float("-inf"))
     return scores
+
+
+def _atypical(log_probabilities: Tensor, typical_p: Tensor) -> Tensor:
+    """Which tokens locally typical sampling cuts (Meister et al. 2022), bool [N, vocab].
+
+    Tokens are kept in the order of the distance of −log p from the entropy until they hold typical_p; those as far as
+    the last of them stay too.
+    """
+    probabilities = log_probabilities.exp()
+    entropy = -(probabilities * log_probabilities).nansum(-1, keepdim=True)  # a cut token has 0 · −inf
+    distance = (log_probabilities + entropy).abs()
+    ordered, order = distance.sort(-1)
+    held = probabilities.gather(-1, order).cumsum(-1)
+    last = (held < typical_p).sum(-1, keepdim=True).clamp(max=held.shape[-1] - 1)
+    return (distance > ordered.gather(-1, last)) & (typical_p < 1)

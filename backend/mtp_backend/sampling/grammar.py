@@ -1,0 +1,120 @@
+"""Output that follows a grammar: compiled by xgrammar into a bit for each token that may come next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import xgrammar
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling.processors import NEVER
+from mtp_backend.sampling.structured import FIELD, StructuredOutput
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary and keeps them.
+
+    Raises:
+        InvalidArgument: the tokenizer is not byte-level, or the model has no end token to close the output with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end = sorted(end_token_ids)
+        decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+        if decoder.get("type") != "ByteLevel" or not self._end:
+            allowed = "nothing: it needs a checkpoint with a byte-level tokenizer and an end-of-sequence token"
+            raise InvalidArgument(FIELD, "a grammar", allowed)
+        # Added tokens are control tokens: with an empty text none of them is a part of the output's structure.
+        texts = [""] * vocab_size
+        for text, token in tokenizer.get_vocab(with_added_tokens=False).items():
+            texts[token] = text
+        for token in tokenizer.get_added_tokens_decoder():
+            texts[token] = ""
+        vocabulary = xgrammar.TokenizerInfo(
+            texts, xgrammar.VocabType.BYTE_LEVEL, vocab_size=vocab_size, stop_token_ids=self._end
+        )
+        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=1 << 28)
+
+    def processor(self, wanted: StructuredOutput) -> Grammar:
+        """The grammar at its start, for one sequence.
+
+        Raises:
+            InvalidArgument: the grammar is wrong, or `reasoning_end` is not one token.
+        """
+        reasoning_end = None
+        if wanted.reasoning_end is not None:
+            reasoning_end = self._tokenizer.token_to_id(wanted.reasoning_end)
+            if reasoning_end is None:
+                allowed = "the text of one token of the vocabulary"
+                raise InvalidArgument(f"{FIELD}.reasoning_end", wanted.reasoning_end, allowed)
+        try:
+            compiled = self._compile(wanted)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise InvalidArgument(f"{FIELD}.{wanted.form}", wanted.text, f"a valid one ({reason})") from error
+        return Grammar(xgrammar.GrammarMatcher(compiled), self._vocab_size, self._end, reasoning_end)
+
+    def _compile(self, wanted: StructuredOutput) -> xgrammar.CompiledGrammar:
+        match wanted.form:
+            case "json_schema":
+                # One line as json.dumps writes it: free whitespace could go on for ever.
+                return self._compiler.compile_json_schema(wanted.text, any_whitespace=False)
+            case "regex":
+                return self._compiler.compile_regex(wanted.text)
+            case "ebnf":
+                return self._compiler.compile_grammar(wanted.text)
+
+
+class Grammar:
+    """Only tokens that the grammar allows, and end tokens where it is complete or nothing else is allowed.
+
+    The matcher has taken the committed output and no more: drafts are followed for a step's rows and taken back. End
+    tokens are never given to it, so it is never at its end when it is asked for a mask.
+    """
+
+    def __init__(
+        self, matcher: xgrammar.GrammarMatcher, vocab_size: int, end_token_ids: list[int], reasoning_end: int | None
+    ) -> None:
+        self._matcher = matcher
+        self._end = end_token_ids
+        self._reasoning_end = reasoning_end
+        self._started = reasoning_end is None
+        self._bits = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def apply(self, logits: Tensor, draft_ids: Sequence[int]) -> None:
+        started, followed = self._started, 0
+        for row in range(len(logits)):
+            if row:
+                draft = draft_ids[row - 1]
+                if not started:
+                    started = draft == self._reasoning_end
+                elif draft not in self._end and self._matcher.accept_token(draft):
+                    followed += 1
+                else:
+                    break  # no row before this one can draw it
+            if started:
+                self._mask(logits[row])
+            else:
+                logits[row, self._end] = NEVER
+        self._matcher.rollback(followed)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if not self._started:
+                self._started = token == self._reasoning_end
+            elif token not in self._end and not self._matcher.accept_token(token):
+                raise RuntimeError(f"token {token} was drawn against the grammar")
+
+    def _mask(self, logits: Tensor) -> None:
+        self._matcher.fill_next_token_bitmask(self._bits)
+        if self._bits.any():
+            xgrammar.apply_token_bitmask_inplace(logits, self._bits[0].to(logits.device))
+        else:
+            ends = logits[self._end].clone()
+            logits.fill_(NEVER)
+            logits[self._end] = ends

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mtp_backend.checkpoint import Checkpoint, checkpoint_views, load_weights
-from mtp_backend.checkpoint.fp8 import SCALE
+from mtp_backend.checkpoint import Checkpoint, check_tensors, checkpoint_views, load_weights
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models import deepseek_v3, glm4_moe, glm4_moe_lite
 from mtp_backend.models.config import ModelConfig
@@ -67,12 +66,15 @@ def build_networks(
     config = family.config.from_dict(checkpoint.config)
     if with_mtp:
         check_mtp(checkpoint, config)
+    # A false number of layers is found before that many are built.
+    checkpoint.path_of(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")
     with torch.device("meta"), _default_dtype(dtype):
         layers = [family.decoder_layer(config, index, ops) for index in range(config.num_hidden_layers)]
         target = CausalLM(config, layers, ops)
+    check_tensors(target, checkpoint)
+    _check_all_read(checkpoint, config, target)
     target.to_empty(device=device)
     load_weights(target, checkpoint)
-    _check_all_read(checkpoint, config, target)
     mtp = _build_mtp(family, config, checkpoint, target, dtype, device, ops) if with_mtp else None
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
     return Networks(config, target, mtp, rotary)
@@ -101,7 +103,7 @@ def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalL
     read = {name for name, _ in checkpoint_views(target)}
     # Some checkpoints store the rotary frequencies, which follow from config.json.
     derived = "rotary_emb.inv_freq"
-    read |= {name + SCALE for name in read}
+    read |= {name + ending for name in read for ending in checkpoint.numbers.auxiliary}
     unread = sorted(name for name in checkpoint.names - read if not name.startswith(mtp) and not name.endswith(derived))
     if unread:
         raise CheckpointError(
@@ -129,8 +131,13 @@ def _build_mtp(
         embed_tokens = None if shares_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
         head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         mtp = MtpModule(config, layer, embed_tokens, head, ops)
+
+    def rename(name: str) -> str:
+        return prefix + name.removeprefix("layer.")
+
+    check_tensors(mtp, checkpoint, rename)
     mtp.to_empty(device=device)
-    load_weights(mtp, checkpoint, rename=lambda name: prefix + name.removeprefix("layer."))
+    load_weights(mtp, checkpoint, rename)
     if shares_embedding:
         mtp.embed_tokens = target.model.embed_tokens
     if shares_head:
@@ -141,8 +148,13 @@ def _build_mtp(
 def _same(checkpoint: Checkpoint, own: str, shared: str) -> bool:
     if own not in checkpoint:
         return True
-    mine, target = checkpoint.tensor(own), checkpoint.tensor(shared)
-    return mine.dtype == target.dtype and torch.equal(mine, target)
+    # A quantised tensor is what its scales make of it.
+    for ending in ("", *checkpoint.numbers.auxiliary):
+        if own + ending in checkpoint or shared + ending in checkpoint:
+            mine, target = checkpoint.tensor(own + ending), checkpoint.tensor(shared + ending)
+            if mine.dtype != target.dtype or not torch.equal(mine, target):
+                return False
+    return True
 
 
 @contextmanager

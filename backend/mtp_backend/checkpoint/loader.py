@@ -47,6 +47,16 @@ def check_tensors(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[s
             )
 
 
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Gives the parameters of a module on device meta memory on `device`, without values.
+
+    `Module.to_empty` does that too, but makes torch import its compiler, which takes a second.
+    """
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            setattr(child, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
+
+
 def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str] = lambda name: name) -> None:
     """Fills every parameter of `module`, converting to the parameter's dtype and device.
 
@@ -54,7 +64,7 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
     weight. Values of weights are not looked at; those of scales are. A terminal sees a progress bar.
 
     Args:
-        module: passed `check_tensors`, and its parameters have memory.
+        module: passed `check_tensors` and `allocate`.
         checkpoint, rename: as there.
 
     Raises:

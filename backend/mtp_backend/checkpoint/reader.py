@@ -101,9 +101,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no file has it.
         """
-        if name not in self._files:
-            raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
-        return self.directory / self._files[name]
+        return self.directory / self._file_of(name)
 
     def stored(self, name: str) -> tuple[str, list[int]]:
         """Number format (as safetensors names it: "BF16", "F8_E4M3", …) and shape of a tensor, without reading it.
@@ -111,7 +109,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no file has it.
         """
-        part = self._open(self.path_of(name).name).get_slice(name)
+        part = self._open(self._file_of(name)).get_slice(name)
         return part.get_dtype(), part.get_shape()
 
     def tensor(self, name: str) -> Tensor:
@@ -120,11 +118,15 @@ class Checkpoint:
         Raises:
             CheckpointError: no file has it, or its file is damaged.
         """
-        path = self.path_of(name)
         try:
-            return self._open(path.name).get_tensor(name)
+            return self._open(self._file_of(name)).get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{self.path_of(name)}: tensor {name!r}: {error}") from error
+
+    def _file_of(self, name: str) -> str:
+        if name not in self._files:
+            raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
+        return self._files[name]
 
     def _weight_map(self) -> dict[str, str]:
         """Tensor name → file name."""

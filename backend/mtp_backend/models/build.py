@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mtp_backend.checkpoint import Checkpoint, check_tensors, checkpoint_views, load_weights
+from mtp_backend.checkpoint import Checkpoint, allocate, check_tensors, checkpoint_views, load_weights
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models import deepseek_v3, glm4_moe, glm4_moe_lite
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
-from mtp_backend.models.layers.decoder import CausalLM
+from mtp_backend.models.layers.decoder import CausalLM, blank_embedding
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import Ops
@@ -73,7 +73,7 @@ def build_networks(
         target = CausalLM(config, layers, ops)
     check_tensors(target, checkpoint)
     _check_all_read(checkpoint, config, target)
-    target.to_empty(device=device)
+    allocate(target, device)
     load_weights(target, checkpoint)
     mtp = _build_mtp(family, config, checkpoint, target, dtype, device, ops) if with_mtp else None
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
@@ -128,7 +128,7 @@ def _build_mtp(
     shares_head = _same(checkpoint, prefix + "shared_head.head.weight", "lm_head.weight")
     with torch.device("meta"), _default_dtype(dtype):
         layer = family.decoder_layer(config, index, ops)
-        embed_tokens = None if shares_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
+        embed_tokens = None if shares_embedding else blank_embedding(config)
         head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         mtp = MtpModule(config, layer, embed_tokens, head, ops)
 
@@ -136,7 +136,7 @@ def _build_mtp(
         return prefix + name.removeprefix("layer.")
 
     check_tensors(mtp, checkpoint, rename)
-    mtp.to_empty(device=device)
+    allocate(mtp, device)
     load_weights(mtp, checkpoint, rename)
     if shares_embedding:
         mtp.embed_tokens = target.model.embed_tokens

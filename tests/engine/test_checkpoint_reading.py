@@ -1,12 +1,10 @@
 """Reading checkpoints: files, shards, dtypes, and what the MTP layer shares with the target."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from mtp_backend.checkpoint import Checkpoint
-from mtp_backend.errors import CheckpointError
 from mtp_backend.models import build_networks
 from mtp_backend.ops import ops_for
 from reference.checkpoints import edit_config, edit_tensors, save_random, shard
@@ -135,68 +133,3 @@ def test_end_tokens(directory, generation, config, expected):
         (directory / "generation_config.json").write_text(json.dumps(values))
     edit_config(directory, lambda values: values.update(eos_token_id=config))
     assert Checkpoint(directory).eos_token_ids == expected
-
-
-def quantise(directory, block=(8, 8)):
-    """Turns every projection of a checkpoint into FP8 with a scale per block; returns the values that it then holds."""
-    held = {}
-
-    def edit(tensors):
-        for name, weight in list(tensors.items()):
-            projects = "_proj" in name or ".indexer.w" in name
-            if projects and weight.ndim == 2 and "eh_proj" not in name:
-                blocks = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
-                scale = torch.rand(blocks) * 0.01 + 0.001
-                wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-                wide = wide[: weight.shape[0], : weight.shape[1]]
-                tensors[name] = (weight / wide).to(torch.float8_e4m3fn)
-                tensors[name + "_scale_inv"] = scale
-                held[name] = tensors[name].float() * wide
-
-    edit_tensors(directory, edit)
-    quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-    }
-    edit_config(directory, lambda config: config.update(quantization_config=quantization))
-    return held
-
-
-def test_fp8_weights_are_dequantised(directory, tmp_path):
-    """As the same network whose weights are stored in float32 after dequantising."""
-    wide = shutil.copytree(directory, tmp_path / "wide")
-    edit_tensors(wide, lambda tensors: tensors.update(quantise(directory)))
-    for before, after in states(networks(wide), networks(directory)):
-        assert before.keys() == after.keys()
-        assert all(map(torch.equal, before.values(), after.values()))
-
-
-SCALE = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-FP8_DAMAGE = {
-    "missing scale": (lambda tensors: tensors.pop(SCALE), [SCALE, "missing"]),
-    "scale of another shape": (lambda tensors: tensors.update({SCALE: torch.ones(1, 1)}), [SCALE, "[1, 1]"]),
-    "scale not finite": (lambda tensors: tensors[SCALE].fill_(float("nan")), [SCALE, "not finite"]),
-}
-
-
-@pytest.mark.parametrize("damage", FP8_DAMAGE)
-def test_fp8_damage_is_refused_by_name(damage, directory):
-    edit, words = FP8_DAMAGE[damage]
-    quantise(directory)
-    edit_tensors(directory, edit)
-    with pytest.raises(CheckpointError) as refusal:
-        networks(directory)
-    assert all(word in str(refusal.value) for word in words)
-
-
-@pytest.mark.parametrize(
-    "quantization",
-    [None, {"quant_method": "compressed-tensors"}, {"quant_method": "fp8", "weight_block_size": [0, 8]}, "fp8"],
-)
-def test_other_quantisation_is_refused(quantization, directory):
-    quantise(directory)
-    edit_config(directory, lambda config: config.update(quantization_config=quantization))
-    with pytest.raises(CheckpointError, match="quantization_config"):
-        networks(directory)

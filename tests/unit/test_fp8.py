@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mtp_backend.checkpoint import fp8
+from mtp_backend.checkpoint import fp8, scales
 
 
 def scalar_reference(
@@ -15,14 +15,16 @@ def scalar_reference(
     return torch.tensor(rows, dtype=torch.float32).to(dtype)
 
 
+@pytest.mark.parametrize("stripe", [1, 20, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [((8, 8), (4, 4)), ((9, 10), (4, 4)), ((3, 2), (4, 4)), ((70, 5), (4, 8)), ((1, 9), (2, 3))],
-    ids=["whole blocks", "partial blocks", "smaller than a block", "several stripes", "one row"],
+    [((8, 8), (4, 4)), ((9, 10), (4, 4)), ((3, 2), (4, 4)), ((23, 5), (4, 8)), ((1, 9), (2, 3)), ((7, 5), (1, 5))],
+    ids=["whole blocks", "partial blocks", "smaller than a block", "long", "one row", "a scale per row"],
 )
-def test_equals_the_scalar_reference(shape, block, dtype):
+def test_equals_the_scalar_reference(shape, block, dtype, stripe, monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(scales, "STRIPE_ELEMENTS", stripe)
     weight = (torch.randn(shape) * 100).to(torch.float8_e4m3fn)
     scale = torch.rand([-(-size // part) for size, part in zip(shape, block, strict=True)]) + 0.01
     destination = torch.full(shape, float("nan"), dtype=dtype)

@@ -1,17 +1,104 @@
-"""FP8 weights: 8-bit values with one scale per block, as DeepSeek publishes them."""
+"""FP8 weights: 8-bit floats with one scale for a block, a row, or the whole matrix."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
-# A scale's tensor is named like its weight with this ending. In spite of the name it multiplies.
-SCALE = "_scale_inv"
-# Rows of a weight that are widened at a time, in blocks: bounds the memory beyond the destination.
-STRIPE_BLOCKS = 8
+from mtp_backend.checkpoint.scales import check_beside, read_scale, row_stripes
+from mtp_backend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mtp_backend.checkpoint.reader import Checkpoint
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """float8_e4m3fn weights that are multiplied by their scales while loading.
+
+    Attributes:
+        scale: ending of a scale's name behind its weight's. In spite of "inv" in DeepSeek's the scale multiplies.
+        block: rows and columns of a weight that share a scale; None is all of them.
+    """
+
+    scale: str
+    block: tuple[int | None, int | None]
+    kind = "F8_E4M3"
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        return (self.scale,)
+
+    def check(self, checkpoint: Checkpoint, name: str) -> None:
+        _, shape = checkpoint.stored(name)
+        rows, columns = (-(-size // (part or size)) for size, part in zip(shape, self.block, strict=True))
+        shapes = [[rows, columns]]
+        # A scale per row is also found without the second dimension, one for the matrix without any.
+        if self.block[1] is None:
+            shapes += [[rows]] if self.block[0] else [[1], []]
+        check_beside(checkpoint, name + self.scale, shapes)
+
+    def dequantize(self, checkpoint: Checkpoint, name: str, destination: Tensor) -> None:
+        weight = checkpoint.tensor(name)
+        rows, columns = (part or size for size, part in zip(weight.shape, self.block, strict=True))
+        scale = read_scale(checkpoint, name + self.scale).reshape(-(-weight.shape[0] // rows), -1)
+        dequantize_into(destination, weight, scale, (rows, columns))
+
+
+def from_deepseek(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Fp8:
+    """The format of `quant_method` fp8: a scale per block.
+
+    `scale_fmt` ue8m0 (V3.1) says that scales are powers of two; they are stored in float32 all the same.
+
+    Raises:
+        CheckpointError: other 8-bit floats, or no blocks.
+    """
+    block = quantization.get("weight_block_size")
+    whole = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if not whole or quantization.get("fmt", "e4m3") != "e4m3":
+        raise CheckpointError(
+            f"{checkpoint.directory}/config.json: quantization_config with fmt {quantization.get('fmt')!r} and "
+            f"weight_block_size {block!r}; allowed with quant_method fp8: e4m3 and [rows, columns]"
+        )
+    return Fp8("_scale_inv", (block[0], block[1]))
+
+
+def from_compressed_tensors(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Fp8:
+    """The format of `quant_method` compressed-tensors where all groups hold 8-bit floats scaled alike.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    groups = quantization.get("config_groups")
+    found = [group.get("weights") if isinstance(group, dict) else None for group in _values(groups)]
+    strategies = {_strategy(weights) for weights in found}
+    blocks = {"channel": (1, None), "tensor": (None, None)}
+    if len(strategies) != 1 or not strategies <= blocks.keys():
+        raise CheckpointError(
+            f"{checkpoint.directory}/config.json: quantization_config.config_groups {groups!r}; allowed with "
+            "quant_method compressed-tensors: weights of num_bits 8, type float, symmetric, "
+            f"all of one strategy out of {', '.join(blocks)}"
+        )
+    return Fp8("_scale", blocks[strategies.pop()])
+
+
+def _values(groups: Any) -> list[Any]:
+    return list(groups.values()) if isinstance(groups, dict) else []
+
+
+def _strategy(weights: Any) -> str:
+    """The strategy of a group of 8-bit float weights; "" for other weights."""
+    if not isinstance(weights, dict) or not weights.get("symmetric", True):
+        return ""
+    if (weights.get("num_bits"), weights.get("type")) != (8, "float"):
+        return ""
+    return str(weights.get("strategy"))
 
 
 def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
-    """destination = weight · scale of its block, rounded once to the destination's dtype.
+    """destination = weight · scale of its block, in float32, rounded to the destination's dtype.
 
     Args:
         destination: [rows, columns] of any floating dtype.
@@ -20,9 +107,10 @@ def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, block: t
         block: rows and columns of a block.
     """
     rows, columns = block
-    for first in range(0, scale.shape[0], STRIPE_BLOCKS):
-        scales = scale[first : first + STRIPE_BLOCKS].float()
-        stripe = slice(first * rows, min((first + STRIPE_BLOCKS) * rows, weight.shape[0]))
-        wide = scales.repeat_interleave(rows, 0)[: stripe.stop - stripe.start]
-        wide = wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        destination[stripe].copy_(weight[stripe].float().mul_(wide))
+    by_row = scale.repeat_interleave(rows, 0)
+    for stripe in row_stripes(weight):
+        wide = by_row[stripe]
+        if wide.shape[1] > 1:
+            wide = wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+        part = weight[stripe].float()
+        destination[stripe].copy_(part.mul_(wide[: part.shape[0]]))

@@ -2,60 +2,91 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from mtp_backend.checkpoint import fp8
 from mtp_backend.checkpoint.reader import Checkpoint
+from mtp_backend.checkpoint.scales import FLOAT_KINDS
 from mtp_backend.errors import CheckpointError
+
+log = logging.getLogger("mtp.checkpoint")
+
+
+def check_tensors(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str] = lambda name: name) -> None:
+    """Checks that a checkpoint can fill every parameter of `module`, by the headers of its files alone.
+
+    Args:
+        module: its parameters need no memory yet (device meta).
+        checkpoint: where the tensors are.
+        rename: module name of a tensor → name in the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor or a scale is missing, or has another shape or number format.
+    """
+    numbers = checkpoint.numbers
+    for own_name, destination in checkpoint_views(module):
+        name = rename(own_name)
+        kind, shape = checkpoint.stored(name)
+        if shape != list(destination.shape):
+            raise CheckpointError(
+                f"{checkpoint.path_of(name)}: tensor {name!r} has shape {shape}; "
+                f"config.json asks for {list(destination.shape)}"
+            )
+        if kind == numbers.kind and len(shape) == 2:
+            numbers.check(checkpoint, name)
+        elif kind not in FLOAT_KINDS:
+            quantized = f"{numbers.kind} for matrices" if numbers.kind else "config.json has no quantization_config"
+            raise CheckpointError(
+                f"{checkpoint.path_of(name)}: tensor {name!r} is stored as {kind}; "
+                f"allowed: {', '.join(FLOAT_KINDS)} ({quantized})"
+            )
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Gives the parameters of a module on device meta memory on `device`, without values.
+
+    `Module.to_empty` does that too, but makes torch import its compiler, which takes a second.
+    """
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            setattr(child, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
 
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str] = lambda name: name) -> None:
     """Fills every parameter of `module`, converting to the parameter's dtype and device.
 
+    Tensors are copied one by one from the mapped files, so that the memory beyond the module's is a stripe of one
+    weight. Values of weights are not looked at; those of scales are. A terminal sees a progress bar.
+
     Args:
-        module: its parameters have memory already.
-        checkpoint: where the tensors are read from.
-        rename: module name of a tensor → name in the checkpoint.
+        module: passed `check_tensors` and `allocate`.
+        checkpoint, rename: as there.
 
     Raises:
-        CheckpointError: a tensor or a scale is missing or has another shape or type.
+        CheckpointError: a scale that cannot be one, or a file that can no longer be read.
     """
-    with torch.no_grad():
-        for name, destination in checkpoint_views(module):
-            source = checkpoint.tensor(rename(name))
-            if source.shape != destination.shape:
-                raise CheckpointError(
-                    f"{checkpoint.directory}: tensor {rename(name)!r} has shape {list(source.shape)}; "
-                    f"config.json asks for {list(destination.shape)}"
-                )
-            if source.dtype == torch.float8_e4m3fn:
-                _dequantize(destination, checkpoint, rename(name), source)
-            elif source.dtype in (torch.bfloat16, torch.float16, torch.float32):
-                destination.copy_(source)
+    numbers = checkpoint.numbers
+    started = time.monotonic()
+    views = list(checkpoint_views(module))
+    total = sum(view.nbytes for _, view in views)
+    what = type(module).__name__
+    with (
+        torch.no_grad(),
+        tqdm(total=total, desc=f"loading {what}", unit="B", unit_scale=True, disable=None, leave=False) as progress,
+    ):
+        for own_name, destination in views:
+            name = rename(own_name)
+            if checkpoint.stored(name)[0] == numbers.kind:
+                numbers.dequantize(checkpoint, name, destination)
             else:
-                raise CheckpointError(
-                    f"{checkpoint.directory}: tensor {rename(name)!r} is {source.dtype}; "
-                    "allowed: bfloat16, float16, float32, float8_e4m3fn"
-                )
-
-
-def _dequantize(destination: Tensor, checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
-    block = checkpoint.fp8_block
-    if block is None:
-        raise CheckpointError(f"{checkpoint.directory}: tensor {name!r} is FP8; config.json has no quantization_config")
-    scale = checkpoint.tensor(name + fp8.SCALE)
-    blocks = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
-    if list(scale.shape) != blocks:
-        raise CheckpointError(
-            f"{checkpoint.directory}: tensor {name + fp8.SCALE!r} has shape {list(scale.shape)}; "
-            f"blocks of {list(block)} ask for {blocks}"
-        )
-    if not torch.isfinite(scale).all():
-        raise CheckpointError(f"{checkpoint.directory}: tensor {name + fp8.SCALE!r} has a value that is not finite")
-    fp8.dequantize_into(destination, weight, scale, block)
+                destination.copy_(checkpoint.tensor(name))
+            progress.update(destination.nbytes)
+    log.info("%s: %.2f GiB loaded in %.1f s", what, total / (1 << 30), time.monotonic() - started)
 
 
 def checkpoint_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mtp_backend.checkpoint.number_format import NumberFormat, number_format
 from mtp_backend.errors import CheckpointError
 
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -19,7 +22,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Checkpoint:
     """Names and tensors of a directory with config.json and safetensors files (single or sharded with an index).
 
-    Tensors are mapped from disk and read when asked for.
+    Tensors are mapped from disk and read when asked for. Nothing is ever written.
+
+    Attributes:
+        directory: where the files are.
+        config: config.json.
+        numbers: what its quantised weights are.
 
     Raises:
         CheckpointError: the directory, a file or a name is missing or malformed; the message says which.
@@ -27,11 +35,17 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise CheckpointError(f"model: {str(directory)!r} is not a directory; a checkpoint directory is needed")
-        self.config = self._json("config.json")
+        try:
+            self._listing = sorted(os.listdir(directory))
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            raise CheckpointError(
+                f"model: {str(directory)!r} is not a directory that can be read ({error}); "
+                "a checkpoint directory is needed"
+            ) from error
+        self.config = self.json("config.json")
         self._handles: dict[str, Any] = {}
         self._files = self._weight_map()
+        self.numbers: NumberFormat = number_format(self)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -53,71 +67,106 @@ class Checkpoint:
     def eos_token_ids(self) -> list[int]:
         """End-of-sequence ids: generation_config.json's if it has them, else config.json's."""
         values = self.config.get("eos_token_id")
-        if (self.directory / "generation_config.json").is_file():
-            values = self._json("generation_config.json").get("eos_token_id", values)
+        if self.has_file("generation_config.json"):
+            values = self.json("generation_config.json").get("eos_token_id", values)
         ids = values if isinstance(values, list) else [] if values is None else [values]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise CheckpointError(f"config.json: eos_token_id {values!r}; allowed: an integer or a list of integers")
         return ids
 
-    @property
-    def fp8_block(self) -> tuple[int, int] | None:
-        """Rows and columns that share one scale in an FP8 checkpoint; None if the weights are not quantised.
+    def has_file(self, name: str) -> bool:
+        """Whether the directory has an entry of this name."""
+        return name in self._listing
+
+    def json(self, file: str) -> dict[str, Any]:
+        """Reads a JSON object.
 
         Raises:
-            CheckpointError: config.json names another quantisation.
+            CheckpointError: the file is missing or holds something else.
         """
-        quantization = self.config.get("quantization_config")
-        if not quantization:
-            return None
-        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-        if (
-            block is None
-            or quantization.get("quant_method") != "fp8"
-            or quantization.get("fmt", "e4m3") != "e4m3"
-            or not (
-                isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-            )
-        ):
-            raise CheckpointError(
-                f"{self.directory}/config.json: quantization_config {quantization!r}; "
-                "allowed: quant_method fp8, fmt e4m3, weight_block_size [rows, columns]"
-            )
-        return block[0], block[1]
-
-    def tensor(self, name: str) -> Tensor:
-        """Reads one tensor.
-
-        Raises:
-            CheckpointError: no file has it, or its file is missing or damaged.
-        """
-        if name not in self._files:
-            raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
-        file = self._files[name]
+        path = self.directory / file
         try:
-            return self._open(file).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.directory / file}: tensor {name!r}: {error}") from error
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: missing") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a readable JSON file: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: must hold a JSON object")
+        return values
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor.
+
+        Raises:
+            CheckpointError: no file has it.
+        """
+        return self.directory / self._file_of(name)
 
     def stored(self, name: str) -> tuple[str, list[int]]:
-        """Number format (as safetensors names it: "BF16", "F8_E4M3", …) and shape of a tensor, without reading it."""
-        part = self._open(self._files[name]).get_slice(name)
+        """Number format (as safetensors names it: "BF16", "F8_E4M3", …) and shape of a tensor, without reading it.
+
+        Raises:
+            CheckpointError: no file has it.
+        """
+        part = self._open(self._file_of(name)).get_slice(name)
         return part.get_dtype(), part.get_shape()
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, mapped from its file.
+
+        Raises:
+            CheckpointError: no file has it, or its file is damaged.
+        """
+        try:
+            return self._open(self._file_of(name)).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path_of(name)}: tensor {name!r}: {error}") from error
+
+    def _file_of(self, name: str) -> str:
+        if name not in self._files:
+            raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
+        return self._files[name]
 
     def _weight_map(self) -> dict[str, str]:
         """Tensor name → file name."""
-        if (self.directory / INDEX).is_file():
-            weight_map = self._json(INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise CheckpointError(f"{self.directory / INDEX}: weight_map must map tensor names to file names")
-            for name, file in weight_map.items():
-                if file in ("", "..") or Path(file).name != file:
-                    raise CheckpointError(f"{self.directory / INDEX}: {name!r} lies in {file!r}; allowed: a file name")
-            return weight_map
-        file = "model.safetensors"
-        if not (self.directory / file).is_file():
-            raise CheckpointError(f"{self.directory}: neither {file} nor {INDEX} is there")
-        return dict.fromkeys(self._open(file).keys(), file)
+        index = self._usual_or_only(INDEX, ".safetensors.index.json")
+        if index is None:
+            file = self._usual_or_only(WEIGHTS, ".safetensors")
+            if file is None:
+                raise CheckpointError(f"{self.directory}: neither {WEIGHTS} nor {INDEX} is there")
+            return dict.fromkeys(self._open(file).keys(), file)
+        path = self.directory / index
+        weight_map = self.json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+        for name, file in weight_map.items():
+            if file in ("", "..") or Path(file).name != file:
+                raise CheckpointError(f"{path}: {name!r} lies in {file!r}; allowed: a file name")
+        for file in sorted(set(weight_map.values())):
+            self._check_index(path, weight_map, file)
+        return weight_map
+
+    def _usual_or_only(self, usual: str, ending: str) -> str | None:
+        """The file with the usual name; without it the only one with the ending (quantising tools have own names)."""
+        found = [file for file in self._listing if file.endswith(ending)]
+        if usual in found or not found:
+            return usual if found else None
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self.directory}: {usual} is missing, and several files could stand for it: {', '.join(found[:3])}, …"
+            )
+        return found[0]
+
+    def _check_index(self, index: Path, weight_map: dict[str, str], file: str) -> None:
+        """Refuses an index and a shard that do not agree about the tensors in the shard."""
+        held = set(self._open(file).keys())
+        listed = {name for name, where in weight_map.items() if where == file}
+        for name in sorted(listed - held):
+            raise CheckpointError(f"{self.directory / file}: tensor {name!r} is missing; {index.name} names this file")
+        for name in sorted(held - listed):
+            where = f"says {weight_map[name]!r}" if name in weight_map else "it is missing"
+            raise CheckpointError(f"{self.directory / file}: holds tensor {name!r}; in {index.name} {where}")
 
     def _open(self, file: str) -> Any:
         if file not in self._handles:
@@ -129,15 +178,3 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
         return self._handles[file]
-
-    def _json(self, file: str) -> dict[str, Any]:
-        path = self.directory / file
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: missing") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: not a readable JSON file: {error}") from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: must hold a JSON object")
-        return values

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mtp_backend.checkpoint import Checkpoint, checkpoint_views, load_weights
-from mtp_backend.checkpoint.fp8 import SCALE
+from mtp_backend.checkpoint import Checkpoint, allocate, check_tensors, checkpoint_views, load_weights
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
-from mtp_backend.models.layers.decoder import CausalLM
+from mtp_backend.models.layers.decoder import CausalLM, blank_embedding
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import Ops
@@ -72,12 +71,15 @@ def build_networks(
     family = family_of(checkpoint)
     config = family.config.from_dict(checkpoint.config)
     check_mtp(checkpoint, config, num_mtp)
+    # A false number of layers is found before that many are built.
+    checkpoint.path_of(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")
     with torch.device("meta"), _default_dtype(dtype):
         layers = [family.decoder_layer(config, index, ops) for index in range(config.num_hidden_layers)]
         target = CausalLM(config, layers, ops)
-    target.to_empty(device=device)
-    load_weights(target, checkpoint)
+    check_tensors(target, checkpoint)
     _check_all_read(checkpoint, config, target)
+    allocate(target, device)
+    load_weights(target, checkpoint)
     mtp = [_build_mtp(family, config, index, checkpoint, target, dtype, device, ops) for index in range(num_mtp)]
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
     return Networks(config, target, mtp, rotary)
@@ -107,7 +109,7 @@ def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalL
     read = {name for name, _ in checkpoint_views(target)}
     # Some checkpoints store the rotary frequencies, which follow from config.json.
     derived = "rotary_emb.inv_freq"
-    read |= {name + SCALE for name in read}
+    read |= {name + ending for name in read for ending in checkpoint.numbers.auxiliary}
     unread = sorted(name for name in checkpoint.names - read if not name.startswith(mtp) and not name.endswith(derived))
     if unread:
         raise CheckpointError(
@@ -133,11 +135,16 @@ def _build_mtp(
     shares_head = _same(checkpoint, prefix + "shared_head.head.weight", "lm_head.weight")
     with torch.device("meta"), _default_dtype(dtype):
         layer = family.decoder_layer(config, number, ops)
-        embed_tokens = None if shares_embedding else nn.Embedding(config.vocab_size, config.hidden_size)
+        embed_tokens = None if shares_embedding else blank_embedding(config)
         head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         mtp = MtpModule(config, layer, embed_tokens, head, ops)
-    mtp.to_empty(device=device)
-    load_weights(mtp, checkpoint, rename=lambda name: prefix + name.removeprefix("layer."))
+
+    def rename(name: str) -> str:
+        return prefix + name.removeprefix("layer.")
+
+    check_tensors(mtp, checkpoint, rename)
+    allocate(mtp, device)
+    load_weights(mtp, checkpoint, rename)
     if shares_embedding:
         mtp.embed_tokens = target.model.embed_tokens
     if shares_head:
@@ -148,8 +155,13 @@ def _build_mtp(
 def _same(checkpoint: Checkpoint, own: str, shared: str) -> bool:
     if own not in checkpoint:
         return True
-    mine, target = checkpoint.tensor(own), checkpoint.tensor(shared)
-    return mine.dtype == target.dtype and torch.equal(mine, target)
+    # A quantised tensor is what its scales make of it.
+    for ending in ("", *checkpoint.numbers.auxiliary):
+        if own + ending in checkpoint or shared + ending in checkpoint:
+            mine, target = checkpoint.tensor(own + ending), checkpoint.tensor(shared + ending)
+            if mine.dtype != target.dtype or not torch.equal(mine, target):
+                return False
+    return True
 
 
 @contextmanager

@@ -14,6 +14,9 @@ FIXED = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_
 MAY_BE_ZERO = {"first_k_dense_replace", "num_nextn_predict_layers", "index_skip_topk_offset"}
 # Types of fields that `from_dict` makes of several others.
 DERIVED = {"YarnConfig", "tuple[str, ...]"}
+# More is a damaged file; up to here the bytes of every tensor fit into 64 bits.
+LARGEST_INT, LARGEST_FLOAT = 10**6, 1e30
+LARGEST_LENGTH = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -148,13 +151,12 @@ def _typed(field: dataclasses.Field, value: Any, where: str) -> Any:
     if kind in DERIVED or (value is None and optional):
         return value
     lowest = 0 if field.name in MAY_BE_ZERO else 1
+    highest = LARGEST_LENGTH if field.name.endswith("max_position_embeddings") else LARGEST_INT
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     good, allowed = {
         "bool": (isinstance(value, bool), "a bool"),
-        "int": (isinstance(value, int) and not isinstance(value, bool) and value >= lowest, f"an int from {lowest}"),
-        "float": (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
-            "a float, not negative",
-        ),
+        "int": (is_number and isinstance(value, int) and lowest <= value <= highest, f"an int in {lowest} … {highest}"),
+        "float": (is_number and 0 <= value <= LARGEST_FLOAT, f"a float in 0 … {LARGEST_FLOAT:g}"),
     }[kind]
     if not good:
         raise CheckpointError(f"{where}: {field.name}: got {value!r}; allowed: {allowed}")

@@ -10,7 +10,6 @@ import torch
 
 from mtp_backend.cache import bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
-from mtp_backend.checkpoint.fp8 import SCALE
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.build import check_mtp, family_of
 
@@ -66,7 +65,7 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and _is_mtp(
             name, config.num_hidden_layers
         )
-        if not shared and not name.endswith(SCALE):
+        if not shared and not name.endswith(checkpoint.numbers.auxiliary):
             loaded += size * dtype.itemsize
     try:
         check_mtp(checkpoint, config, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,12 +33,20 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def blank_embedding(config: ModelConfig) -> nn.Embedding:
+    """An embedding [vocab, H] whose values are still to be loaded.
+
+    `nn.Embedding` alone draws random ones, for which torch imports its compiler on device meta: more than a second.
+    """
+    return nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm (`model.*` in a checkpoint)."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer], ops: Ops) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = blank_embedding(config)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 

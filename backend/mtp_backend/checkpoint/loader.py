@@ -32,7 +32,7 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
                     f"config.json asks for {list(destination.shape)}"
                 )
             if source.dtype == torch.float8_e4m3fn:
-                _dequantize(destination, checkpoint, rename(name), source)
+                dequantize(destination, checkpoint, rename(name), source)
             elif source.dtype in (torch.bfloat16, torch.float16, torch.float32):
                 destination.copy_(source)
             else:
@@ -42,7 +42,8 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
                 )
 
 
-def _dequantize(destination: Tensor, checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
+def dequantize(destination: Tensor, checkpoint: Checkpoint, name: str, weight: Tensor) -> None:
+    """Fills `destination` from the FP8 tensor `weight` called `name`; raises CheckpointError for a bad scale."""
     block = checkpoint.fp8_block
     if block is None:
         raise CheckpointError(f"{checkpoint.directory}: tensor {name!r} is FP8; config.json has no quantization_config")
@@ -56,6 +57,12 @@ def _dequantize(destination: Tensor, checkpoint: Checkpoint, name: str, weight: 
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{checkpoint.directory}: tensor {name + fp8.SCALE!r} has a value that is not finite")
     fp8.dequantize_into(destination, weight, scale, block)
+
+
+def same_tensor(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:
+    """Whether a tensor of one checkpoint and a tensor of another one have the same format and values."""
+    mine, theirs = first.tensor(name), second.tensor(other)
+    return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
 def checkpoint_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -29,7 +29,7 @@ class Checkpoint:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"model: {str(directory)!r} is not a directory; a checkpoint directory is needed")
-        self.config = self._json("config.json")
+        self.config = self.json("config.json")
         self._handles: dict[str, Any] = {}
         self._files = self._weight_map()
 
@@ -54,7 +54,7 @@ class Checkpoint:
         """End-of-sequence ids: generation_config.json's if it has them, else config.json's."""
         values = self.config.get("eos_token_id")
         if (self.directory / "generation_config.json").is_file():
-            values = self._json("generation_config.json").get("eos_token_id", values)
+            values = self.json("generation_config.json").get("eos_token_id", values)
         ids = values if isinstance(values, list) else [] if values is None else [values]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise CheckpointError(f"config.json: eos_token_id {values!r}; allowed: an integer or a list of integers")
@@ -107,7 +107,7 @@ class Checkpoint:
     def _weight_map(self) -> dict[str, str]:
         """Tensor name → file name."""
         if (self.directory / INDEX).is_file():
-            weight_map = self._json(INDEX).get("weight_map")
+            weight_map = self.json(INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{self.directory / INDEX}: weight_map must map tensor names to file names")
             for name, file in weight_map.items():
@@ -130,7 +130,8 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
         return self._handles[file]
 
-    def _json(self, file: str) -> dict[str, Any]:
+    def json(self, file: str) -> dict[str, Any]:
+        """Reads a JSON object of the directory; raises CheckpointError if it is missing or something else."""
         path = self.directory / file
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

@@ -140,7 +140,7 @@ TENSORS = {
         lambda found: [
             found.pop(name) for name in list(found) if name.startswith("model.layers.3.") and "norm" not in name
         ],
-        ["MTP module 0 is damaged", "model.layers.3.eh_proj.weight"],
+        ["MTP module 0 of 1 is damaged", "model.layers.3.eh_proj.weight"],
     ),
     "MTP tensor not asked for by config.json": (
         lambda found: found.update({"model.layers.3.self_attn.o_proj.bias": torch.zeros(32)}),

@@ -69,7 +69,7 @@ def test_model_is_relative_to_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_draft_model(tmp_path, monkeypatch, values):
-    """Empty for the model's own MTP layer; a path is relative to the working directory, or to the file of the values."""
+    """Empty for the model's own MTP layer; a path starts at the working directory, or at the file of the values."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "draft").mkdir()
     assert create(tmp_path / "own") == 0

@@ -98,10 +98,10 @@ def export_mtp(input_dir: Path, output_dir: Path, model_type: str | None = None)
 
 def _write(layout: MtpLayout, model_type: str, directory: Path) -> Export:
     checkpoint = layout.checkpoint
-    names = _names(layout)
-    description = _description(checkpoint, names)
+    names = {name: _new_name(layout, name) for name in sorted(checkpoint.names)}
+    description = _description(layout)
     described = None if description is None else description[1].keys()
-    headers = {name: _header(checkpoint, name, new, described) for name, new in names.items()}
+    headers = {name: _header(checkpoint, name, new, described) for name, new in names.items() if new is not None}
     written = {header.name: name for name, header in headers.items() if header is not None}
     kept = [header for header in headers.values() if header is not None]
     dequantized = {new for new, name in written.items() if _is_fp8(checkpoint, name)}
@@ -142,17 +142,15 @@ def _write(layout: MtpLayout, model_type: str, directory: Path) -> Export:
     return Export(directory, config["model_type"], layout.num_modules, len(written), len(dequantized), shared, files)
 
 
-def _names(layout: MtpLayout) -> dict[str, str]:
-    """Tensor of the checkpoint → its name in the export, for all that belongs to MTP modules."""
-    exported = dataclasses.replace(layout, kind=EXPORTED, first_layer=0)
-    names = {}
-    for name in sorted(layout.checkpoint.names):
-        module = layout.module_of(name)
-        if module is not None:
-            own = name.removeprefix(f"model.layers.{layout.first_layer + module}.")
-            own = own if own == ROTATION or own.startswith(HEAD_PARTS) else "layer." + own
-            names[name] = exported.name(module, own)
-    return names
+def _new_name(layout: MtpLayout, name: str) -> str | None:
+    """Name of a tensor in the export, None if it belongs to no MTP module."""
+    module = layout.module_of(name)
+    if module is None:
+        return None
+    own = name.removeprefix(f"model.layers.{layout.first_layer + module}.")
+    if own != ROTATION and not own.startswith(HEAD_PARTS):
+        own = "layer." + own
+    return dataclasses.replace(layout, kind=EXPORTED, first_layer=0).name(module, own)
 
 
 def _header(checkpoint: Checkpoint, name: str, new: str, described: Collection[str] | None) -> TensorHeader | None:
@@ -181,12 +179,13 @@ def _is_fp8(checkpoint: Checkpoint, name: str) -> bool:
     return name in checkpoint and checkpoint.stored(name)[0] == "F8_E4M3"
 
 
-def _description(checkpoint: Checkpoint, names: dict[str, str]) -> tuple[str, dict[str, Any]] | None:
-    """An Ascend description's file name and its entries about exported tensors or about all; None without one."""
+def _description(layout: MtpLayout) -> tuple[str, dict[str, Any]] | None:
+    """An Ascend description's file name and its entries about exported layers or about all; None without one."""
     for file in DESCRIPTIONS:
-        if (checkpoint.directory / file).is_file():
-            entries = checkpoint.json(file)
-            return file, {names.get(key, key): entries[key] for key in entries if key in names or "." not in key}
+        if (layout.checkpoint.directory / file).is_file():
+            entries = layout.checkpoint.json(file)
+            renamed = {key: key if "." not in key else _new_name(layout, key) for key in entries}
+            return file, {renamed[key]: value for key, value in entries.items() if renamed[key] is not None}
     return None
 
 

@@ -16,6 +16,8 @@ MTP_TYPE = "_mtp"
 ROTATION = "rot.weight"
 # Tensors of a module that the target has too, by its names.
 SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+# Tensors beside the decoder layer that every module has.
+REQUIRED = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ class MtpLayout:
         """Refuses a directory that has lost a part of its modules.
 
         Raises:
-            CheckpointError: the projection of a module is not there.
+            CheckpointError: the tensor of a module that every checkpoint has is not there.
         """
         for module in range(self.num_modules):
-            name = self.name(module, "eh_proj.weight")
-            if name not in self.checkpoint:
-                raise CheckpointError(
-                    f"{self.checkpoint.directory}: MTP module {module} is damaged: tensor {name!r} is missing, and "
-                    f"config.json names {self.num_modules} (num_nextn_predict_layers)"
-                )
+            for own in REQUIRED:
+                name = self.name(module, own)
+                if name not in self.checkpoint:
+                    raise CheckpointError(
+                        f"{self.checkpoint.directory}: MTP module {module} of {self.num_modules} is damaged: tensor "
+                        f"{name!r} is missing"
+                    )
 
 
 def find_mtp(checkpoint: Checkpoint) -> MtpLayout:

@@ -15,6 +15,7 @@ from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
 from reference.checkpoints import DEMO, FEATURES, edit_config, edit_tensors, save_random, shard
 from reference.layouts import copy, quantise, save_exported, save_nextn
+from transformers import AutoConfig
 
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekMTPForCausalLM",
@@ -157,6 +158,15 @@ def test_several_modules(model_type, num_mtp, tmp_path):
         networks(original, draft, num_mtp + 1)
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+def test_config_as_transformers_completes_it(feature, originals, tmp_path):
+    """xLLM's tool passes config.json through transformers, which adds and moves fields."""
+    draft = xllm(originals(feature), tmp_path / "draft")
+    completed = AutoConfig.from_pretrained(originals(feature)).to_dict()
+    edit_config(draft, lambda config: config.update(completed | config))
+    same_modules(networks(originals(feature), draft), networks(originals(feature)))
+
+
 # Tokens and counters
 
 
@@ -238,6 +248,15 @@ def test_rotation_that_the_draft_lacks(originals, tmp_path):
     draft = save_nextn(original, tmp_path / "draft")
     with pytest.raises(CheckpointError, match="'rot.weight' is missing"):
         networks(original, draft)
+
+
+def test_rotation_that_is_told_of_and_missing(originals, tmp_path):
+    original = copy(originals("deepseek"), tmp_path / "original")
+    (original / "quant_model_description.json").write_text('{"is_rot_used": true}')
+    with pytest.raises(CheckpointError, match="is_rot_used is set, and tensor 'rot.weight' is missing"):
+        export(original, tmp_path / "draft")
+    rotate(original)
+    export(original, tmp_path / "draft")
 
 
 # Without MTP layers

@@ -23,15 +23,13 @@ from tqdm import tqdm
 from mtp_backend.checkpoint.export_config import ARCHITECTURES, exported_config, exported_family
 from mtp_backend.checkpoint.fp8 import SCALE
 from mtp_backend.checkpoint.loader import dequantize, same_tensor
-from mtp_backend.checkpoint.mtp_layout import EXPORTED, RAW, ROTATION, SHARED, MtpLayout, find_draft
+from mtp_backend.checkpoint.mtp_layout import DESCRIPTIONS, EXPORTED, RAW, ROTATION, SHARED, MtpLayout, find_draft
 from mtp_backend.checkpoint.reader import INDEX, Checkpoint
 from mtp_backend.checkpoint.tensor_writer import DTYPES, KINDS, TensorHeader, write_tensors
 from mtp_backend.errors import CheckpointError, InvalidArgument, MtpError
 
 WEIGHTS = "mtp_layer_parameters.safetensors"
 MANIFEST = "manifest.json"
-# Ascend's quantising tool writes one of them; it gives every tensor's format.
-DESCRIPTIONS = ("quant_model_description.json", "quant_model_description_w8a8_dynamic.json")
 # Tensors of a module beside its decoder layer.
 HEAD_PARTS = ("embed_tokens.", "shared_head.", "enorm.", "hnorm.", "eh_proj.")
 # Last parts of the names of tensors that are not quantised. Others are scales and the like, of some unknown format.

@@ -12,6 +12,8 @@ from mtp_backend.errors import CheckpointError
 RAW, NEXTN, EXPORTED = "raw", "nextn", "exported"
 # Exported directories have the family's model_type with this ending.
 MTP_TYPE = "_mtp"
+# Ascend's quantising tool writes one of them; it gives every tensor's format.
+DESCRIPTIONS = ("quant_model_description.json", "quant_model_description_w8a8_dynamic.json")
 # Checkpoints whose residual stream was rotated before they were quantised hold one matrix more, for all modules.
 ROTATION = "rot.weight"
 # Tensors of a module that the target has too, by its names.
@@ -62,7 +64,8 @@ class MtpLayout:
         """Refuses a directory that has lost a part of its modules.
 
         Raises:
-            CheckpointError: the tensor of a module that every checkpoint has is not there.
+            CheckpointError: a tensor that every module has is not there, or the rotation that the description of a
+                quantised checkpoint tells of.
         """
         for module in range(self.num_modules):
             for own in REQUIRED:
@@ -72,6 +75,11 @@ class MtpLayout:
                         f"{self.checkpoint.directory}: MTP module {module} of {self.num_modules} is damaged: tensor "
                         f"{name!r} is missing"
                     )
+        rotation = self.name(0, ROTATION)
+        for file in DESCRIPTIONS:
+            path = self.checkpoint.directory / file
+            if path.is_file() and self.checkpoint.json(file).get("is_rot_used") and rotation not in self.checkpoint:
+                raise CheckpointError(f"{path}: is_rot_used is set, and tensor {rotation!r} is missing")
 
 
 def find_mtp(checkpoint: Checkpoint) -> MtpLayout:

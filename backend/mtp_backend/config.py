@@ -22,14 +22,18 @@ class SpeculativeConfig:
     Attributes:
         num_speculative_tokens: draft tokens k that a step verifies, 0 … 15. 0 decodes without speculation.
         method: where drafts come from: "mtp", the checkpoint's own multi-token-prediction layer.
+        draft_model: directory that the MTP layers are read from; empty for the target's own checkpoint.
     """
 
     num_speculative_tokens: int = 1
     method: str = "mtp"
+    draft_model: str = ""
 
     def __post_init__(self) -> None:
         checks.integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         checks.choice("speculative.method", self.method, {"mtp"})
+        if not isinstance(self.draft_model, str):
+            raise InvalidArgument("speculative.draft_model", self.draft_model, "the path of a directory, or empty")
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class EngineConfig:
 
     @classmethod
     def from_json(cls, path: str | Path) -> EngineConfig:
-        """Reads a JSON file; a relative `model` is taken from the file's own folder."""
+        """Reads a JSON file; a relative `model` or `draft_model` is taken from the file's own folder."""
         path = Path(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -116,7 +120,10 @@ class EngineConfig:
         except ValueError as error:
             raise InvalidArgument("engine_config", str(path), f"valid JSON ({error})") from error
         config = cls.from_dict(values)
-        return dataclasses.replace(config, model=str(path.parent / config.model))
+        speculative = config.speculative
+        if speculative and speculative.draft_model:
+            speculative = dataclasses.replace(speculative, draft_model=str(path.parent / speculative.draft_model))
+        return dataclasses.replace(config, model=str(path.parent / config.model), speculative=speculative)
 
     def to_json(self) -> str:
         """The configuration as JSON text that `from_dict` reads back."""

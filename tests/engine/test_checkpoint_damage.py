@@ -136,9 +136,15 @@ TENSORS = {
         lambda found: found.update({"model.layers.1.self_attn.o_proj.bias": torch.zeros(32)}),
         ["model.layers.1.self_attn.o_proj.bias", "config.json"],
     ),
-    "MTP layer missing": (
-        lambda found: [found.pop(name) for name in list(found) if name.startswith("model.layers.3.")],
-        ["MTP", "model.layers.3.eh_proj.weight"],
+    "MTP layer missing in part": (
+        lambda found: [
+            found.pop(name) for name in list(found) if name.startswith("model.layers.3.") and "norm" not in name
+        ],
+        ["MTP module 0 of 1 is damaged", "model.layers.3.eh_proj.weight"],
+    ),
+    "MTP tensor not asked for by config.json": (
+        lambda found: found.update({"model.layers.3.self_attn.o_proj.bias": torch.zeros(32)}),
+        ["model.layers.3.self_attn.o_proj.bias", "MTP module 0"],
     ),
     "MTP norm missing": (
         lambda found: found.pop("model.layers.3.hnorm.weight"),
@@ -208,10 +214,13 @@ CONFIGS = {
     "another activation": (values(hidden_act="gelu"), ["hidden_act", "'gelu'", "silu"]),
     "another scoring": (values(scoring_func="softmax"), ["scoring_func", "'softmax'", "sigmoid"]),
     "another routing": (values(topk_method="greedy"), ["topk_method", "'greedy'", "noaux_tc"]),
-    "no MTP layer": (values(num_nextn_predict_layers=0), ["num_nextn_predict_layers", "0"]),
+    "an MTP layer that is not named": (
+        values(num_nextn_predict_layers=0),
+        ["model.layers.3.", "num_nextn_predict_layers 0"],
+    ),
     "an MTP layer too many": (values(num_nextn_predict_layers=2), ["model.layers.4.eh_proj.weight", "missing"]),
     "a layer too few": (values(num_hidden_layers=2), ["model.layers.2.eh_proj.weight"]),
-    "a layer too many": (values(num_hidden_layers=4), ["model.layers.4.eh_proj.weight"]),
+    "a layer too many": (values(num_hidden_layers=4), ["model.layers.3.", "num_hidden_layers 4"]),
     "other dense layers": (values(first_k_dense_replace=2), ["model.layers.1.mlp.gate_proj.weight"]),
     "an expert too few": (
         values(n_routed_experts=7, n_group=1, topk_group=1),

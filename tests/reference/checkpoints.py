@@ -122,17 +122,19 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
-    """Writes a random checkpoint with one MTP layer, all tensors by their official names.
+def save_random(directory: Path, model_type: str, num_mtp: int = 1, **changes: Any) -> Path:
+    """Writes a random checkpoint with MTP layers, all tensors by their official names.
 
-    No tensor is constant: norms, biases and the router's correction bias are random too, and the MTP layer has an
+    No tensor is constant: norms, biases and the router's correction bias are random too, and each MTP layer has an
     embedding and a head of its own.
     """
     torch.manual_seed(0)
     # transformers writes into the dictionaries it is given.
     values = copy.deepcopy(DEFAULTS[model_type] | changes)
     layers = values["num_hidden_layers"]
-    config = CONFIGS[model_type](**values | {"num_hidden_layers": layers + 1})
+    if "mlp_layer_types" in values:
+        values["mlp_layer_types"] += ["sparse"] * (num_mtp - 1)
+    config = CONFIGS[model_type](**values | {"num_hidden_layers": layers + num_mtp})
     model = CLASSES[model_type](config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -145,10 +147,11 @@ def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
         shapes = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (hidden,))
         shapes |= dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), (vocabulary, hidden))
         shapes["eh_proj.weight"] = (hidden, 2 * hidden)
-        tensors |= {f"model.layers.{layers}.{name}": _random(name, shape) for name, shape in shapes.items()}
+        for layer in range(layers, layers + num_mtp):
+            tensors |= {f"model.layers.{layer}.{name}": _random(name, shape) for name, shape in shapes.items()}
 
     def edit(config: dict[str, Any]) -> None:
-        config["num_hidden_layers"] = layers
+        config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": num_mtp}
         if "index_topk" in config:
             # transformers has also written what it makes of other fields, and takes no list that names the MTP layer.
             for name in ("layer_types", "mlp_layer_types", "indexer_types"):

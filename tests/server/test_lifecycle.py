@@ -1,6 +1,7 @@
 """What becomes of requests, sequences and processes when a client, the engine or the server goes away."""
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -9,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from safetensors.torch import load, save_file
 from tritonclient.utils import InferenceServerException
 
 from server.helpers import PROMPTS, Connection, Refusal, generate, tokens
-from server.running import COMMANDS, process_table, wait_for
+from server.running import COMMANDS, ROOT, process_table, wait_for
 from server.test_sequence_batcher import GREEDY, refusal
 
 LONG = {"text_input": PROMPTS[0], "max_tokens": 4000, "ignore_eos": True}
@@ -237,3 +239,20 @@ def test_plain_server(glm_server, triton_server):
         with Connection(server) as connection:
             steps = connection.run("plain", PROMPTS[0], {"max_tokens": 8})
         assert tokens(steps) == answer["output_ids"] and len(tokens(steps)) == 8
+
+
+def test_checkpoint_without_mtp_layer(server_factory, alone, tmp_path):
+    """It is served without drafts, and the log says so."""
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(ROOT / "checkpoints" / "deepseek-demo", directory)
+    tensors = load((directory / "model.safetensors").read_bytes())
+    save_file({name: tensors[name] for name in tensors if "layers.4." not in name}, directory / "model.safetensors")
+    with server_factory(model=directory) as server, Connection(server) as grpc:
+        log = server.log.read_text()
+        assert f"{directory} has no MTP layer" in log and f"{directory}, k = 0, " in log
+        [answer] = grpc.stream(text_input=PROMPTS[0], max_tokens=12, ignore_eos=True)
+        assert answer["output_ids"] == alone(PROMPTS[0], max_tokens=12, ignore_eos=True).token_ids
+        assert answer["total_draft_tokens"] == 0
+        step = grpc.step("s", start=True, text_input=PROMPTS[0])
+        assert len(step["output_ids"]) == 1 and not step["next_draft_ids"]
+        grpc.end("s")

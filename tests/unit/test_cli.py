@@ -20,7 +20,16 @@ def executed(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["no-such-command"], ["repository"], ["repository", "create"], ["serve"], ["serve", "r", "--http-port", "x"]],
+    [
+        [],
+        ["no-such-command"],
+        ["repository"],
+        ["repository", "create"],
+        ["serve"],
+        ["serve", "r", "--http-port", "x"],
+        ["export-mtp"],
+        ["export-mtp", "--input-dir", "i"],
+    ],
 )
 def test_wrong_arguments(capsys, arguments):
     with pytest.raises(SystemExit) as caught:

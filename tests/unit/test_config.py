@@ -25,6 +25,7 @@ WRONG = {
 WRONG_SPECULATIVE = {
     "num_speculative_tokens": (16, -1, True, False, "2", 1.0, None, [1], 10**30),
     "method": ("eagle", "", "MTP", None, 1, ["mtp"]),
+    "draft_model": (None, 1, True, ["a"]),
 }
 ALLOWED = {
     "model": "checkpoint directory",
@@ -85,7 +86,7 @@ def test_unknown_key(field):
     with pytest.raises(InvalidArgument, match="no such key; the keys are block_size, ") as error:
         EngineConfig.from_dict({"model": "somewhere", field: 1})
     assert error.value.field == f"engine.{field}"
-    with pytest.raises(InvalidArgument, match="no such key; the keys are method, ") as error:
+    with pytest.raises(InvalidArgument, match="no such key; the keys are draft_model, ") as error:
         EngineConfig.from_dict({"model": "somewhere", "speculative": {field + "x": 1}})
     assert error.value.field == f"speculative.{field}x"
 
@@ -116,6 +117,12 @@ def test_json_file(tmp_path):
     config = EngineConfig.from_json(path)
     assert config.model == str(tmp_path / "here")
     assert config.num_drafts == 2
+    path.write_text('{"model": "here", "speculative": {"draft_model": "draft"}}')
+    assert EngineConfig.from_json(path).speculative.draft_model == str(tmp_path / "draft")
+    path.write_text('{"model": "here", "speculative": {"draft_model": "/draft"}}')
+    assert EngineConfig.from_json(path).speculative.draft_model == "/draft"
+    path.write_text('{"model": "here", "speculative": {}}')
+    assert EngineConfig.from_json(path).speculative.draft_model == ""
     path.write_text('{"model": "/there"}')
     assert EngineConfig.from_json(path).model == "/there"
 

@@ -68,6 +68,17 @@ def test_model_is_relative_to_the_working_directory(tmp_path, monkeypatch):
     assert EngineConfig.from_json(tmp_path / "r" / "engine.json").model == str(ROOT.parent / "checkpoints" / "glm-demo")
 
 
+def test_draft_model(tmp_path, monkeypatch, values):
+    """Empty for the model's own MTP layer; a path starts at the working directory, or at the file of the values."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft").mkdir()
+    assert create(tmp_path / "own") == 0
+    assert create(tmp_path / "given", "draft_model=draft") == 0
+    assert create(tmp_path / "listed", values=values(draft_model='"draft"')) == 0
+    for output, expected in (("own", ""), ("given", str(tmp_path / "draft")), ("listed", str(tmp_path / "draft"))):
+        assert EngineConfig.from_json(tmp_path / output / "engine.json").speculative.draft_model == expected
+
+
 @pytest.mark.parametrize(
     "setting, message",
     [
@@ -83,6 +94,7 @@ def test_model_is_relative_to_the_working_directory(tmp_path, monkeypatch):
         ("sequence_ttl_seconds=0", "sequence_ttl_seconds: got 0; allowed: a number in (0,"),
         ("max_candidate_sequences=0", "max_sequences: got 0; allowed: an integer ≥ 1"),
         ("model=no/such/folder", "no/such/folder'; allowed: an existing checkpoint directory"),
+        ("draft_model=no/such/folder", "no/such/folder'; allowed: an existing checkpoint directory"),
         ("no_such_name=1", "no_such_name: got '1'; allowed: not a value of the templates; known: "),
         ("num_threads", "--set: got 'num_threads'; allowed: NAME=VALUE"),
     ],

@@ -89,6 +89,20 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
     log.info("%s: %.2f GiB loaded in %.1f s", what, total / (1 << 30), time.monotonic() - started)
 
 
+def same_tensor(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:
+    """Whether a tensor of one checkpoint and a tensor of another one have the same format and values."""
+    # A quantised tensor is what its scales make of it.
+    for ending in ("", *first.numbers.auxiliary):
+        pair = name + ending, other + ending
+        if (pair[0] in first) != (pair[1] in second):
+            return False
+        if pair[0] in first:
+            mine, theirs = first.tensor(pair[0]), second.tensor(pair[1])
+            if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+                return False
+    return True
+
+
 def checkpoint_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names that a checkpoint uses, each with the memory of `module` that it fills.
 

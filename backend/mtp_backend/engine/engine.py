@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models import build_networks
-from mtp_backend.models.build import check_mtp, family_of
+from mtp_backend.models.build import family_of
+from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.speculation import DraftWork, MtpDrafter, count_accepted
@@ -43,6 +45,8 @@ class StepOutput:
 class Engine:
     """Runs sequences over one pair of networks and one KV pool.
 
+    A checkpoint without MTP layers is served without speculation, with a warning: `num_drafts` is 0 then.
+
     Raises:
         InvalidArgument, CheckpointError: the configuration or the checkpoint is wrong; raised before the networks
             or the pool take memory, except for missing or misshapen tensors, which are found while loading.
@@ -52,8 +56,9 @@ class Engine:
         torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
         checkpoint = Checkpoint(config.model)
         model = family_of(checkpoint).config.from_dict(checkpoint.config)
-        if config.num_drafts:
-            check_mtp(checkpoint, model, 1)
+        source = mtp_source(checkpoint, config.speculative.draft_model) if config.num_drafts else None
+        if source is not None and not source.num_modules:
+            config = dataclasses.replace(config, speculative=None)
         longest = config.max_model_len or model.max_position_embeddings
         if longest > model.max_position_embeddings:
             raise InvalidArgument(
@@ -75,6 +80,7 @@ class Engine:
             device=self.device,
             max_positions=longest,
             ops=ops_for(config.device),
+            mtp_source=source,
         )
         self.pool = BlockPool(num_blocks, config.block_size)
         cache = KVCache(shapes, num_blocks, config.block_size, dtype, self.device)
@@ -87,6 +93,11 @@ class Engine:
         if networks.mtp:
             self._drafter = MtpDrafter(networks, cache, config.block_size, self.device)
         self._draft_requests: list[Sequence] = []
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that a step verifies; 0 without speculation, also where the checkpoint has no MTP layer."""
+        return self.config.num_drafts
 
     def new_sequence(
         self, prompt_ids: list[int], params: SamplingParams, *, paced: bool = False, with_text: bool = True
@@ -168,8 +179,8 @@ class Engine:
             InvalidArgument: more drafts than the engine verifies, or a token id outside the vocabulary.
         """
         self.check_tokens("draft_ids", draft_ids)
-        if len(draft_ids) > self.config.num_drafts:
-            raise InvalidArgument("draft_ids", f"{len(draft_ids)} tokens", f"0 … {self.config.num_drafts} tokens")
+        if len(draft_ids) > self.num_drafts:
+            raise InvalidArgument("draft_ids", f"{len(draft_ids)} tokens", f"0 … {self.num_drafts} tokens")
         sequence.draft_ids = draft_ids[: room_for_drafts(sequence, self.rules)]
 
     def request_drafts(self, sequence: Sequence) -> None:
@@ -247,7 +258,7 @@ class Engine:
         """How many drafts to propose: as many as can be committed and as the cache has room to verify."""
         if sequence.num_computed != len(sequence.token_ids) - 1 or sequence.finish_reason:
             return 0
-        wanted = min(self.config.num_drafts, room_for_drafts(sequence, self.rules))
+        wanted = min(self.num_drafts, room_for_drafts(sequence, self.rules))
         return wanted if self.scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from mtp_backend.checkpoint import Checkpoint, allocate, check_tensors, checkpoint_views, load_weights
+from mtp_backend.checkpoint.loader import same_tensor
+from mtp_backend.checkpoint.mtp_layout import MTP_TYPE, RAW, ROTATION, SHARED, MtpLayout, find_mtp
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa
 from mtp_backend.models.config import ModelConfig
@@ -41,12 +43,14 @@ class Networks:
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
-    """The family that config.json names.
+    """The family that config.json names; exported MTP modules belong to the family of their target.
 
     Raises:
         CheckpointError: the model_type is not known.
     """
     model_type = checkpoint.config.get("model_type")
+    if isinstance(model_type, str):
+        model_type = model_type.removesuffix(MTP_TYPE)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{checkpoint.directory}/config.json: model_type {model_type!r}; allowed: {', '.join(sorted(FAMILIES))}"
@@ -57,111 +61,120 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def build_networks(
-    checkpoint: Checkpoint, *, num_mtp: int, dtype: torch.dtype, device: torch.device, max_positions: int, ops: Ops
+    checkpoint: Checkpoint,
+    *,
+    num_mtp: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    ops: Ops,
+    mtp_source: MtpLayout | None = None,
 ) -> Networks:
     """Builds and fills the networks. Configuration errors are raised before memory is taken.
 
     Args:
-        num_mtp: how many of the checkpoint's MTP modules to build, the first ones.
+        num_mtp: how many MTP modules to build, the first ones.
+        mtp_source: where they are; None for the checkpoint itself.
 
     Raises:
-        CheckpointError: unknown model_type, bad configuration, missing MTP layer, missing, misshapen or
+        CheckpointError: unknown model_type, bad configuration, too few MTP modules, missing, misshapen or
             unaccounted tensor.
     """
+    own_mtp = find_mtp(checkpoint)
+    if own_mtp.kind != RAW:
+        raise CheckpointError(
+            f"{checkpoint.directory}: holds MTP modules alone; give it as speculative.draft_model, beside the "
+            "checkpoint of its target as model"
+        )
     family = family_of(checkpoint)
     config = family.config.from_dict(checkpoint.config)
-    check_mtp(checkpoint, config, num_mtp)
+    source = mtp_source or own_mtp
+    if num_mtp > source.num_modules:
+        raise CheckpointError(
+            f"{source.checkpoint.directory}: has {source.num_modules} MTP modules, {num_mtp} are needed "
+            f"(num_nextn_predict_layers {source.checkpoint.config.get('num_nextn_predict_layers')})"
+        )
+    if num_mtp:
+        source.check()
     # A false number of layers is found before that many are built.
     checkpoint.path_of(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")
     with torch.device("meta"), _default_dtype(dtype):
         layers = [family.decoder_layer(config, index, ops) for index in range(config.num_hidden_layers)]
         target = CausalLM(config, layers, ops)
     check_tensors(target, checkpoint)
-    _check_all_read(checkpoint, config, target)
+    _check_all_read(checkpoint, config, target, own_mtp)
     allocate(target, device)
     load_weights(target, checkpoint)
-    mtp = [_build_mtp(family, config, index, checkpoint, target, dtype, device, ops) for index in range(num_mtp)]
+    mtp = [
+        _build_mtp(family, config, index, source, checkpoint, target, dtype, device, ops) for index in range(num_mtp)
+    ]
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
     return Networks(config, target, mtp, rotary)
 
 
-def check_mtp(checkpoint: Checkpoint, config: ModelConfig, num_mtp: int) -> None:
-    """Refuses a checkpoint with fewer MTP layers than `num_mtp`, or without one that it names.
-
-    Raises:
-        CheckpointError: config.json names fewer, or the tensors of one are not in the files.
-    """
-    if config.num_nextn_predict_layers < num_mtp:
-        raise CheckpointError(
-            f"{checkpoint.directory}/config.json: num_nextn_predict_layers {config.num_nextn_predict_layers}; "
-            f"speculative decoding with method mtp needs {num_mtp}"
-        )
-    for index in range(config.num_nextn_predict_layers if num_mtp else 0):
-        name = f"model.layers.{config.num_hidden_layers + index}.eh_proj.weight"
-        if name not in checkpoint:
-            raise CheckpointError(f"{checkpoint.directory}: the MTP layer is missing (tensor {name!r})")
-
-
-def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalLM) -> None:
+def _check_all_read(checkpoint: Checkpoint, config: ModelConfig, target: CausalLM, mtp: MtpLayout) -> None:
     """Refuses tensors outside the networks: config.json is wrong about layers or features then, and so is the text."""
-    first = config.num_hidden_layers
-    mtp = tuple(f"model.layers.{first + index}." for index in range(config.num_nextn_predict_layers))
     read = {name for name, _ in checkpoint_views(target)}
-    # Some checkpoints store the rotary frequencies, which follow from config.json.
-    derived = "rotary_emb.inv_freq"
-    read |= {name + ending for name in read for ending in checkpoint.numbers.auxiliary}
-    unread = sorted(name for name in checkpoint.names - read if not name.startswith(mtp) and not name.endswith(derived))
+    unread = _unread({name for name in checkpoint.names if mtp.module_of(name) is None}, read, checkpoint)
     if unread:
         raise CheckpointError(
             f"{checkpoint.directory}: tensor {unread[0]!r} belongs to no part that config.json describes "
-            f"(num_hidden_layers {first}, num_nextn_predict_layers {config.num_nextn_predict_layers})"
+            f"(num_hidden_layers {config.num_hidden_layers}, "
+            f"num_nextn_predict_layers {config.num_nextn_predict_layers})"
         )
+
+
+def _unread(names: set[str], read: set[str], checkpoint: Checkpoint) -> list[str]:
+    """Those of `names` that have no place in a network whose tensors are `read`."""
+    # Some checkpoints store the rotary frequencies, which follow from config.json.
+    derived = "rotary_emb.inv_freq"
+    read = read | {name + ending for name in read for ending in checkpoint.numbers.auxiliary}
+    return sorted(name for name in names - read if not name.endswith(derived))
 
 
 def _build_mtp(
     family: Family,
     config: ModelConfig,
     index: int,
+    source: MtpLayout,
     checkpoint: Checkpoint,
     target: CausalLM,
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
 ) -> MtpModule:
-    number = config.num_hidden_layers + index
-    prefix = f"model.layers.{number}."
-    # A checkpoint repeats the target's embedding and head under the MTP layer, or leaves them out: share them.
-    shares_embedding = _same(checkpoint, prefix + "embed_tokens.weight", "model.embed_tokens.weight")
-    shares_head = _same(checkpoint, prefix + "shared_head.head.weight", "lm_head.weight")
+    draft = source.checkpoint
+    # A checkpoint repeats the target's embedding and head for its MTP modules, or leaves them out: share them.
+    copies = {source.name(index, own): shared for own, shared in SHARED.items()}
+    shares_embedding, shares_head = (
+        name not in draft or same_tensor(draft, name, checkpoint, shared) for name, shared in copies.items()
+    )
     with torch.device("meta"), _default_dtype(dtype):
-        layer = family.decoder_layer(config, number, ops)
+        layer = family.decoder_layer(config, config.num_hidden_layers + index, ops)
         embed_tokens = None if shares_embedding else blank_embedding(config)
         head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        mtp = MtpModule(config, layer, embed_tokens, head, ops)
+        mtp = MtpModule(config, layer, embed_tokens, head, ops, rotated=source.name(index, ROTATION) in draft)
 
-    def rename(name: str) -> str:
-        return prefix + name.removeprefix("layer.")
+    def rename(own: str) -> str:
+        return source.name(index, own)
 
-    check_tensors(mtp, checkpoint, rename)
+    check_tensors(mtp, draft, rename)
+    # Published checkpoints hold other tensors too; a directory of MTP modules alone must not.
+    belongs = {index} if source.kind == RAW else {index, None}
+    read = {rename(own) for own, _ in checkpoint_views(mtp)} | copies.keys()
+    read.add(source.name(index, ROTATION))
+    unread = _unread({name for name in draft.names if source.module_of(name) in belongs}, read, draft)
+    if unread:
+        raise CheckpointError(
+            f"{draft.directory}: tensor {unread[0]!r} belongs to no part of MTP module {index} as config.json has it"
+        )
     allocate(mtp, device)
-    load_weights(mtp, checkpoint, rename)
+    load_weights(mtp, draft, rename)
     if shares_embedding:
         mtp.embed_tokens = target.model.embed_tokens
     if shares_head:
         mtp.shared_head.head = target.lm_head
     return mtp
-
-
-def _same(checkpoint: Checkpoint, own: str, shared: str) -> bool:
-    if own not in checkpoint:
-        return True
-    # A quantised tensor is what its scales make of it.
-    for ending in ("", *checkpoint.numbers.auxiliary):
-        if own + ending in checkpoint or shared + ending in checkpoint:
-            mine, target = checkpoint.tensor(own + ending), checkpoint.tensor(shared + ending)
-            if mine.dtype != target.dtype or not torch.equal(mine, target):
-                return False
-    return True
 
 
 @contextmanager

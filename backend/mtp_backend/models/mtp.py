@@ -31,6 +31,9 @@ class MtpModule(nn.Module):
     Args:
         layer: a decoder layer of the target's family.
         embed_tokens, head: modules of its own, or None until the target's are put in their place.
+        rotated: the checkpoint has a matrix `rot` for the target's hidden rows. Tools that rotate the residual stream
+            before quantising fold the weight of the target's final norm away and leave it here: rot = Qᵀ·diag(weight)·Q
+            with the rotation Q, symmetric, applied as vllm-ascend does it, to every hidden row before `hnorm`.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class MtpModule(nn.Module):
         embed_tokens: nn.Embedding | None,
         head: nn.Linear | None,
         ops: Ops,
+        rotated: bool = False,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
+        self.rot = nn.Linear(config.hidden_size, config.hidden_size, bias=False) if rotated else None
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -57,6 +62,8 @@ class MtpModule(nn.Module):
         The result feeds `logits` and, as hidden row, the next pass of a chain of drafts.
         """
         embedding = F.embedding(token_ids, self.embed_tokens.weight)
+        if self.rot is not None:
+            hidden = self.rot(hidden)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
         x = self.layer(x, rotary(layout.positions), layout, cache)
         return self.shared_head.norm(x)

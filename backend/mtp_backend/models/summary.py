@@ -10,8 +10,9 @@ import torch
 
 from mtp_backend.cache import bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.checkpoint.mtp_layout import RAW, MtpLayout, find_mtp
 from mtp_backend.errors import CheckpointError
-from mtp_backend.models.build import check_mtp, family_of
+from mtp_backend.models.build import family_of
 
 FORMAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
 
@@ -21,7 +22,9 @@ class Summary:
     """A checkpoint in figures.
 
     Attributes:
-        model_type, num_layers, max_model_len: from config.json.
+        model_type, max_model_len: from config.json.
+        layout: how the directory holds its MTP layers: "raw" beside the target's, "nextn" or "exported" alone.
+        num_layers: layers of the target; 0 where MTP layers are alone.
         num_mtp_layers: MTP layers that config.json names.
         mtp: "ready", or why speculative decoding cannot use the checkpoint.
         formats: number format → parameters stored in it, scales of quantised weights included.
@@ -32,6 +35,7 @@ class Summary:
     """
 
     model_type: str
+    layout: str
     num_layers: int
     num_mtp_layers: int
     mtp: str
@@ -54,6 +58,7 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         CheckpointError: config.json or a header is malformed, or the family is not known.
     """
     config = family_of(checkpoint).config.from_dict(checkpoint.config)
+    layout = find_mtp(checkpoint)
     formats: Counter[str] = Counter()
     stored_bytes: dict[str, int] = defaultdict(int)
     loaded = 0
@@ -61,21 +66,19 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         kind, shape = checkpoint.stored(name)
         size = math.prod(shape)
         formats[kind] += size
-        stored_bytes[_part(name, config.num_hidden_layers)] += size * FORMAT_BYTES.get(kind, 0)
-        shared = name.endswith(("embed_tokens.weight", "shared_head.head.weight")) and _is_mtp(
-            name, config.num_hidden_layers
-        )
+        is_mtp = layout.module_of(name) is not None
+        stored_bytes["MTP layer" if is_mtp else _part(name)] += size * FORMAT_BYTES.get(kind, 0)
+        shared = is_mtp and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         if not shared and not name.endswith(checkpoint.numbers.auxiliary):
             loaded += size * dtype.itemsize
-    try:
-        check_mtp(checkpoint, config, 1)
-        mtp = "ready"
-    except CheckpointError as error:
-        mtp = str(error)
-    kv_bytes = bytes_per_block(config.cache_shapes(int(mtp == "ready")), 1, dtype)
+    mtp = _readiness(layout)
+    num_layers = config.num_hidden_layers if layout.kind == RAW else 0
+    shapes = config.cache_shapes(int(mtp == "ready"))
+    kv_bytes = bytes_per_block(shapes if layout.kind == RAW else shapes[config.num_hidden_layers :], 1, dtype)
     return Summary(
         model_type=str(checkpoint.config["model_type"]),
-        num_layers=config.num_hidden_layers,
+        layout=layout.kind,
+        num_layers=num_layers,
         num_mtp_layers=config.num_nextn_predict_layers,
         mtp=mtp,
         max_model_len=config.max_position_embeddings,
@@ -83,19 +86,22 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         stored_bytes=dict(sorted(stored_bytes.items(), key=lambda item: -item[1])),
         loaded_bytes=loaded,
         kv_bytes_per_token=kv_bytes,
-        max_context=min(config.max_position_embeddings, max(0, memory_bytes - loaded) // kv_bytes),
+        max_context=min(config.max_position_embeddings, max(0, memory_bytes - loaded) // kv_bytes) if kv_bytes else 0,
     )
 
 
-def _is_mtp(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to a layer behind the target's last one."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= num_layers
+def _readiness(layout: MtpLayout) -> str:
+    """What `Summary.mtp` says."""
+    if not layout.num_modules:
+        return "no MTP layer in the files: serves without speculation, or with speculative.draft_model"
+    try:
+        layout.check()
+    except CheckpointError as error:
+        return str(error)
+    return "ready"
 
 
-def _part(name: str, num_layers: int) -> str:
-    if _is_mtp(name, num_layers):
-        return "MTP layer"
+def _part(name: str) -> str:
     for mark, part in (
         ("embed_tokens", "embedding"),
         ("lm_head", "head"),

@@ -16,6 +16,11 @@ from mtp_backend.serving.repository import create_repository
 
 # The project's own templates, beside the package in a checkout.
 TEMPLATES = Path(__file__).resolve().parents[3] / "model_repository" / "templates"
+SHARED_TEXTS = {
+    "equal": "equal to the target's, written",
+    "different": "different from the target's, written",
+    "absent": "not in the checkpoint; the target's serves",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
+    export = commands.add_parser("export-mtp", help="write a checkpoint's MTP layers into a directory of their own")
+    export.add_argument("--input-dir", type=Path, required=True, help="published checkpoint")
+    export.add_argument("--output-dir", type=Path, required=True, help="folder to make")
+    export.add_argument("--model-type", help="family of the checkpoint (found out from its config.json)")
+    export.set_defaults(run=_export)
+
     install = commands.add_parser("install-server", help="lay out the backend directory and the server's launcher")
     install.add_argument("directory", type=Path, nargs="?", default=_server_directory())
     install.set_defaults(run=_install)
@@ -100,6 +111,26 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from mtp_backend.serving.inspect import show
 
     show(arguments.checkpoint, arguments.dtype, arguments.memory, arguments.json)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from mtp_backend.checkpoint.export import export_mtp
+
+    try:
+        export = export_mtp(arguments.input_dir, arguments.output_dir, arguments.model_type)
+    except KeyboardInterrupt:
+        print("mtp: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print(
+        f"{export.directory}: {export.model_type}, {export.num_modules} MTP layer(s), {export.num_tensors} tensors",
+        end="",
+    )
+    print(f", {export.num_dequantized} of them dequantised from FP8")
+    for name, relation in export.shared.items():
+        print(f"{name}: {SHARED_TEXTS[relation]}")
+    for name, size in export.files.items():
+        print(f"{size:>16,} bytes  {name}")
     return 0
 
 

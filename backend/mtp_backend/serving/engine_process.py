@@ -261,7 +261,7 @@ def main() -> None:
         "ready in %.1f s: %s, k = %d, %d blocks of %d tokens",
         time.monotonic() - started,
         config.model,
-        config.num_drafts,
+        engine.num_drafts,
         engine.pool.num_blocks,
         config.block_size,
     )

@@ -12,6 +12,11 @@ from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.models.summary import Summary, summarize
 
 GIB = 1 << 30
+LAYOUTS = {
+    "raw": "published checkpoint",
+    "nextn": "MTP layer alone, SGLang NextN; for speculative.draft_model",
+    "exported": "MTP layers alone, exported; for speculative.draft_model",
+}
 
 
 def show(directory: Path, dtype: str, memory_gib: float, as_json: bool) -> None:
@@ -23,6 +28,7 @@ def show(directory: Path, dtype: str, memory_gib: float, as_json: bool) -> None:
 def _table(summary: Summary, dtype: str, memory_gib: float) -> str:
     rows = [
         ("family", summary.model_type),
+        ("layout", LAYOUTS[summary.layout]),
         ("layers", f"{summary.num_layers} + {summary.num_mtp_layers} MTP"),
         ("speculative decoding", summary.mtp),
         *((f"stored as {kind}", f"{count:,} parameters") for kind, count in summary.formats.items()),

@@ -70,10 +70,11 @@ def _values(file: Path, overrides: dict[str, str]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise InvalidArgument(name, value, "a number or a text")
-    # The repository may lie anywhere, so the checkpoint's path becomes absolute.
+    # The repository may lie anywhere, so the paths of checkpoints become absolute.
     for chosen, folder in ((values, file.parent), (overrides, Path())):
-        if isinstance(chosen.get("model"), str):
-            chosen = chosen | {"model": str((folder / chosen["model"]).resolve())}
+        for name in ("model", "draft_model"):
+            if isinstance(chosen.get(name), str) and chosen[name]:
+                chosen = chosen | {name: str((folder / chosen[name]).resolve())}
         values = values | chosen
     return values
 
@@ -85,5 +86,7 @@ def _check_engine(text: str) -> None:
     except ValueError as error:
         raise InvalidArgument(ENGINE_FILE, text, f"valid JSON when filled ({error})") from error
     config = EngineConfig.from_dict(parsed)
-    if not Path(config.model).is_dir():
-        raise InvalidArgument("model", config.model, "an existing checkpoint directory")
+    draft_model = config.speculative.draft_model if config.speculative else ""
+    for field, path in (("model", config.model), ("draft_model", draft_model or config.model)):
+        if not Path(path).is_dir():
+            raise InvalidArgument(field, path, "an existing checkpoint directory")

@@ -45,11 +45,6 @@ class DSAConfig(MLAConfig):
                 f"config.json: indexer_types (or index_topk_pattern) for {len(self.indexer_types)} layers; "
                 f"allowed: for each of num_hidden_layers = {self.num_hidden_layers}"
             )
-        if not self.has_indexer(0):
-            raise CheckpointError(
-                "config.json: layer 0 is to share an indexer (indexer_types, index_topk_pattern or index_topk_freq "
-                "with index_skip_topk_offset); allowed: sharing from layer 1 on"
-            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DSAConfig:
@@ -129,6 +124,11 @@ class SparseMLAttention(MLAttention):
     def __init__(self, config: DSAConfig, layer: int, ops: Ops) -> None:
         super().__init__(config, ops)
         self.indexer = Indexer(config, ops) if config.has_indexer(layer) else None
+        if layer == 0 and self.indexer is None:
+            raise CheckpointError(
+                "config.json: layer 0 is to share an indexer (indexer_types, index_topk_pattern or index_topk_freq "
+                "with index_skip_topk_offset); allowed: sharing from layer 1 on"
+            )
         self.keeps_selection = layer >= config.num_hidden_layers and config.index_share_for_mtp_iteration
 
     def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:

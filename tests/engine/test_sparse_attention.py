@@ -29,8 +29,7 @@ def prompts(lengths):
     return [random.Random(length).choices(range(VOCABULARY), k=length) for length in lengths]
 
 
-@pytest.mark.parametrize("chunk", [3, 512])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize(("k", "chunk"), [(1, 512), (2, 3), (3, 512), (4, 5)])
 def test_mixed_batches(model, k, chunk, make_llm, greedy):
     llm = make_llm(model, k, block_size=BLOCK, prefill_chunk_size=chunk)
     outputs = llm.generate(prompts(LENGTHS), [greedy_params(40 - 7 * index) for index in range(len(LENGTHS))])

@@ -27,6 +27,7 @@ class BatchLayout:
         block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
         selection: int32 [T, top_k], the cached positions that each token attends, in any order and padded with −1 at
             the end; None: all up to its own. A layer with an indexer sets it for itself and the layers behind it.
+            Ascend's npu_lightning_indexer and npu_sparse_flash_attention exchange the same as [T, 1, top_k].
     """
 
     positions: Tensor

@@ -82,7 +82,7 @@ class Indexer(nn.Module):
     """Lightning indexer (DeepSeek-V3.2-Exp report, section 2.1): Σ_h w[t, h] · relu(q[t, h] · k[s]) ranks position s.
 
     The first qk_rope_head_dim dimensions of queries and keys are rotated. The Hadamard transform and the FP8 rounding
-    of the official implementation are left out: the one leaves all products as they are, the other saves memory.
+    of the official implementation are left out: the one changes no product, the other is a matter of precision.
     """
 
     def __init__(self, config: DSAConfig, ops: Ops) -> None:
@@ -118,7 +118,7 @@ class SparseMLAttention(MLAttention):
 
     With index_share_for_mtp_iteration an MTP layer selects in the first pass of a chain of drafts only. The passes
     behind it keep that selection as it is: they see neither the positions of the drafts nor their own, so all that
-    they see comes from the target's hidden rows. GLM-5.2 was trained so.
+    they see comes from the target's hidden rows. So the layer was trained (Z.ai's article on GLM-5.2, section on MTP).
     """
 
     def __init__(self, config: DSAConfig, layer: int, ops: Ops) -> None:

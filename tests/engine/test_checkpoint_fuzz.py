@@ -36,11 +36,11 @@ def damaged(content: bytes, low: int, high: int, chance: random.Random) -> bytes
     data = bytearray(content)
     kind = chance.choice(["replace", "digit", "delete", "repeat", "cut"])
     for _ in range(chance.randint(1, 4)):
-        place = chance.randrange(low, high)
+        place = min(chance.randrange(low, high), len(data) - 1)
         if kind == "replace":
             data[place] = chance.randrange(256)
         elif kind == "digit":
-            digits = [place for place in range(low, high) if data[place] in b"0123456789"]
+            digits = [place for place in range(low, min(high, len(data))) if data[place] in b"0123456789"]
             data[chance.choice(digits)] = chance.choice(b"0123456789")
         elif kind == "delete":
             del data[place]
@@ -51,8 +51,10 @@ def damaged(content: bytes, low: int, high: int, chance: random.Random) -> bytes
 
 def loads(directory) -> bool:
     try:
+        checkpoint = Checkpoint(directory)
+        assert checkpoint.dtype and checkpoint.eos_token_ids is not None
         build_networks(
-            Checkpoint(directory),
+            checkpoint,
             with_mtp=True,
             dtype=torch.float32,
             device=torch.device("cpu"),

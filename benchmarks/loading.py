@@ -138,7 +138,7 @@ def anonymous_bytes(pid: int | str = "self") -> int:
 def load(directory: Path, how: str) -> None:
     """Body of a measured process: loads, and prints what it took as JSON."""
     torch.set_num_threads(1)
-    before, started = anonymous_bytes(), time.perf_counter()
+    before, started, busy = anonymous_bytes(), time.perf_counter(), time.process_time()
     if how == "plain":
         kept = [
             tensor.clone() for file in sorted(directory.glob("*.safetensors")) for tensor in load_file(file).values()
@@ -153,9 +153,8 @@ def load(directory: Path, how: str) -> None:
             ops=ops_for("cpu"),
         )
         kept = list({*networks.target.parameters(), *networks.mtp[0].parameters()})
-    seconds = time.perf_counter() - started
-    sizes = [tensor.nbytes for tensor in kept]
-    print(json.dumps({"seconds": seconds, "before": before, "kept": sum(sizes)}), flush=True)
+    result = {"seconds": time.perf_counter() - started, "cpu": time.process_time() - busy}
+    print(json.dumps(result | {"before": before, "kept": sum(tensor.nbytes for tensor in kept)}), flush=True)
 
 
 def measure(directory: Path, how: str) -> dict[str, float]:
@@ -168,7 +167,7 @@ def measure(directory: Path, how: str) -> dict[str, float]:
             time.sleep(0.002)
         assert process.returncode == 0 and process.stdout is not None
         result = json.loads(process.stdout.read())
-    return {"seconds": result["seconds"], "kept": result["kept"], "peak": peak - result["before"]}
+    return result | {"peak": peak - result["before"]}
 
 
 def main() -> None:
@@ -191,15 +190,14 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for how, results in runs.items():
                 results.append(measure(directory, how))
-    print(f"{'':10}{'seconds':>9}{'held MiB':>10}{'peak MiB':>10}   (median; peak: the greatest)")
-    medians = {how: statistics.median(run["seconds"] for run in results) for how, results in runs.items()}
+    print(f"{'':10}{'seconds':>9}{'CPU s':>9}{'held MiB':>10}{'peak MiB':>10}   (medians; peak: the greatest)")
     for how, results in runs.items():
+        seconds, cpu = (statistics.median(run[key] for run in results) for key in ("seconds", "cpu"))
         held, peak = results[0]["kept"] / MIB, max(run["peak"] for run in results) / MIB
-        print(f"{how:10}{medians[how]:>9.2f}{held:>10.0f}{peak:>10.0f}")
-    ratios = [
-        network["seconds"] / plain["seconds"] for plain, network in zip(runs["plain"], runs["networks"], strict=True)
-    ]
-    print(f"networks / plain: {statistics.median(ratios):.2f} (median of the rounds' ratios)")
+        print(f"{how:10}{seconds:>9.2f}{cpu:>9.2f}{held:>10.0f}{peak:>10.0f}")
+    for key in ("seconds", "cpu"):
+        ratios = [ours[key] / plain[key] for plain, ours in zip(runs["plain"], runs["networks"], strict=True)]
+        print(f"{key}, networks / plain: {statistics.median(ratios):.2f} (median of the rounds' ratios)")
 
 
 if __name__ == "__main__":

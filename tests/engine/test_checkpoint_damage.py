@@ -1,13 +1,17 @@
 """Every damaged checkpoint is refused with a message that names the file and the tensor or key."""
 
 import json
+import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 from mtp_backend import LLM
+from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.errors import CheckpointError
 from reference.checkpoints import edit_config, edit_tensors, save_random, shard
+from safetensors.torch import load, save_file
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -65,6 +69,49 @@ def index(edit):
     return sharded(run)
 
 
+def header(edit):
+    """Edits the header of the tensors' file and leaves the data behind it as they are."""
+
+    def run(directory):
+        path = directory / "model.safetensors"
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        values = json.loads(data[8:end])
+        edit(values)
+        text = json.dumps(values).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return run
+
+
+def patch(name, place, data):
+    """Overwrites bytes of a file."""
+
+    def run(directory):
+        content = bytearray((directory / name).read_bytes())
+        content[place : place + len(data)] = data
+        (directory / name).write_bytes(content)
+
+    return run
+
+
+def loop(name):
+    """A symbolic link to itself in place of a file."""
+
+    def run(directory):
+        (directory / name).unlink()
+        (directory / name).symlink_to(name)
+
+    return run
+
+
+def twice(directory):
+    """The second shard holds a tensor of the first one too."""
+    first, second = (load(path.read_bytes()) for path in sorted(directory.glob("*.safetensors")))
+    name = min(first)
+    save_file(second | {name: first[name]}, directory / SHARD)
+
+
 def tensors(edit):
     return lambda directory: edit_tensors(directory, edit)
 
@@ -80,23 +127,89 @@ def without(key):
 SHARD = "model-00002-of-00002.safetensors"
 FILES = {
     "no directory": (shutil.rmtree, ["model", "checkpoint", "directory"]),
+    "a file": (
+        lambda path: (shutil.rmtree(path), path.write_text("")),
+        ["model", "checkpoint", "Not a directory"],
+    ),
+    "directory a loop": (
+        lambda path: (shutil.rmtree(path), path.symlink_to(path)),
+        ["model", "checkpoint", "symbolic links"],
+    ),
+    "config.json a loop": (loop("config.json"), ["checkpoint/config.json", "symbolic links"]),
+    "tensors a loop": (loop("model.safetensors"), ["checkpoint/model.safetensors", "a link to no file"]),
+    "shard a loop": (sharded(loop(SHARD)), [SHARD, "a link to no file"]),
     "no config.json": (remove("config.json"), ["checkpoint/config.json", "missing"]),
     "config.json cut off": (truncate("config.json", 50), ["checkpoint/config.json", "JSON"]),
     "config.json not UTF-8": (
         lambda path: (path / "config.json").write_bytes(b'{"a": "\xff"}'),
         ["config.json", "JSON"],
     ),
+    "config.json UTF-16": (
+        lambda path: (path / "config.json").write_text((path / "config.json").read_text(), encoding="utf-16"),
+        ["config.json", "JSON"],
+    ),
+    "config.json empty": (truncate("config.json", 0), ["checkpoint/config.json", "JSON"]),
+    "config.json nested without end": (write("config.json", "[" * 200_000), ["checkpoint/config.json", "JSON"]),
+    "config.json with an endless number": (write("config.json", "9" * 5000), ["checkpoint/config.json", "JSON"]),
     "config.json a list": (write("config.json", "[]"), ["config.json", "object"]),
     "generation_config.json broken": (write("generation_config.json", "{"), ["generation_config.json", "JSON"]),
+    "generation_config.json a list": (write("generation_config.json", "[]"), ["generation_config.json", "object"]),
+    "tokenizer.json broken": (write("tokenizer.json", "{"), ["checkpoint/tokenizer.json"]),
+    "tokenizer.json of nothing": (write("tokenizer.json", "{}"), ["checkpoint/tokenizer.json"]),
     "no tensors": (remove("model.safetensors"), ["checkpoint", "model.safetensors"]),
     "tensors cut off": (truncate("model.safetensors", 20_000), ["checkpoint/model.safetensors"]),
     "tensors empty": (truncate("model.safetensors", 0), ["checkpoint/model.safetensors"]),
+    "a header of no length": (patch("model.safetensors", 0, bytes(8)), ["checkpoint/model.safetensors"]),
+    "a header longer than the file": (
+        patch("model.safetensors", 0, (1 << 24).to_bytes(8, "little")),
+        ["checkpoint/model.safetensors"],
+    ),
+    "a header of absurd length": (patch("model.safetensors", 0, b"\xff" * 8), ["checkpoint/model.safetensors"]),
+    "a header too short": (patch("model.safetensors", 0, (99).to_bytes(8, "little")), ["checkpoint/model.safetensors"]),
+    "a header that is no JSON": (patch("model.safetensors", 8, b"?"), ["checkpoint/model.safetensors"]),
+    "a header that is no text": (patch("model.safetensors", 40, b"\xff\xfe"), ["checkpoint/model.safetensors"]),
+    "offsets behind the end": (
+        header(lambda values: values[NORM].update(data_offsets=[0, 1 << 40])),
+        ["checkpoint/model.safetensors"],
+    ),
+    "offsets that overlap": (
+        header(lambda values: values[NORM].update(data_offsets=[0, 128])),
+        ["checkpoint/model.safetensors"],
+    ),
+    "a shape that is not the data's": (
+        header(lambda values: values[NORM].update(shape=[33])),
+        ["checkpoint/model.safetensors"],
+    ),
+    "an unknown number format": (
+        header(lambda values: values[NORM].update(dtype="F13")),
+        ["checkpoint/model.safetensors", "F13"],
+    ),
+    "4-bit numbers": (
+        header(lambda values: values[NORM].update(dtype="F4", shape=[256])),
+        ["checkpoint/model.safetensors", NORM],
+    ),
+    "8-byte integers": (
+        header(lambda values: values[NORM].update(dtype="I64", shape=[16])),
+        ["checkpoint/model.safetensors", NORM],
+    ),
     "a directory for a file": (
         lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
         ["checkpoint", "model.safetensors"],
     ),
     "no shard": (sharded(remove(SHARD)), [SHARD, "missing"]),
     "shard cut off": (sharded(truncate(SHARD, 1000)), [SHARD]),
+    "no index": (sharded(remove(INDEX)), ["checkpoint", INDEX, "model.safetensors", "model-00001-of-00002"]),
+    "tensor in two shards": (sharded(twice), [SHARD, INDEX, "model-00001-of-00002.safetensors"]),
+    "index UTF-16": (
+        sharded(lambda path: (path / INDEX).write_text((path / INDEX).read_text(), encoding="utf-16")),
+        [INDEX, "JSON"],
+    ),
+    "index names one tensor more": (
+        index(lambda values: values["weight_map"].update({"model.more": SHARD})),
+        [SHARD, "model.more", "missing"],
+    ),
+    "index a list": (sharded(write(INDEX, "[]")), [INDEX, "object"]),
+    "index maps to a list": (index(lambda values: values.update(weight_map=[1])), [INDEX, "weight_map"]),
     "index broken": (sharded(write(INDEX, "{")), [INDEX, "JSON"]),
     "index without map": (index(lambda values: values.pop("weight_map")), [INDEX, "weight_map"]),
     "index maps to a number": (index(lambda values: values["weight_map"].update({NORM: 1})), [INDEX, "weight_map"]),
@@ -114,7 +227,10 @@ FILES = {
         index(lambda values: values["weight_map"].update(dict.fromkeys(values["weight_map"], SHARD))),
         [SHARD, "tensor"],
     ),
-    "tensor not in the index": (index(lambda values: values["weight_map"].pop(NORM)), ["checkpoint", NORM, "missing"]),
+    "tensor not in the index": (
+        index(lambda values: values["weight_map"].pop(NORM)),
+        ["checkpoint", NORM, INDEX, "missing"],
+    ),
 }
 TENSORS = {
     "missing": (lambda found: found.pop(NORM), [NORM, "missing"]),
@@ -165,6 +281,10 @@ CONFIGS = {
     "boolean for a count": (values(n_group=True), ["n_group", "True"]),
     "number for a boolean": (values(norm_topk_prob=1), ["norm_topk_prob", "1"]),
     "null": (values(vocab_size=None), ["vocab_size", "None"]),
+    "not a number": (values(rms_norm_eps=float("nan")), ["rms_norm_eps", "nan"]),
+    "infinite": (values(rope_parameters={"rope_theta": float("inf")}), ["rope_theta", "inf"]),
+    "beyond every float": (values(rms_norm_eps=10**400), ["rms_norm_eps", "1e+30"]),
+    "beyond every integer": (values(vocab_size=1 << 70), ["vocab_size", "1000000"]),
     "negative": (values(rms_norm_eps=-1e-6), ["rms_norm_eps", "-1e-06"]),
     "no layers": (values(num_hidden_layers=0), ["num_hidden_layers", "0"]),
     "no groups": (values(n_group=0), ["n_group", "0"]),
@@ -221,6 +341,20 @@ CONFIGS = {
     "an MTP layer too many": (values(num_nextn_predict_layers=2), ["model.layers.4.eh_proj.weight", "missing"]),
     "a layer too few": (values(num_hidden_layers=2), ["model.layers.2.eh_proj.weight"]),
     "a layer too many": (values(num_hidden_layers=4), ["model.layers.3.", "num_hidden_layers 4"]),
+    "a million layers": (values(num_hidden_layers=10**6), ["model.layers.999999.input_layernorm.weight", "missing"]),
+    "a word too few": (values(vocab_size=95), ["embed_tokens.weight", "[96, 32]", "[95, 32]"]),
+    "a word too many": (values(vocab_size=97), ["embed_tokens.weight", "[96, 32]", "[97, 32]"]),
+    "more words than memory": (values(vocab_size=10**6), ["embed_tokens.weight", "[96, 32]", "[1000000, 32]"]),
+    "another hidden size": (values(hidden_size=64), ["embed_tokens.weight", "[96, 32]", "[96, 64]"]),
+    "a head too few": (values(num_attention_heads=3), ["layers.0.self_attn.q_b_proj", "[112, 20]", "[84, 20]"]),
+    "a head too many": (values(num_attention_heads=5), ["layers.0.self_attn.q_b_proj", "[112, 20]", "[140, 20]"]),
+    "another head size": (values(v_head_dim=11), ["layers.0.self_attn.kv_b_proj", "[88, 16]", "[92, 16]"]),
+    "wider experts": (values(moe_intermediate_size=25), ["layers.1.mlp.experts.0.gate_proj", "[24, 32]", "[25, 32]"]),
+    "an expert too many": (
+        values(n_routed_experts=9, n_group=1, topk_group=1),
+        ["mlp.gate.weight", "[8, 32]", "[9, 32]"],
+    ),
+    "no query latent": (values(q_lora_rank=None), ["layers.0.self_attn.q_proj.weight", "missing"]),
     "other dense layers": (values(first_k_dense_replace=2), ["model.layers.1.mlp.gate_proj.weight"]),
     "an expert too few": (
         values(n_routed_experts=7, n_group=1, topk_group=1),
@@ -229,6 +363,7 @@ CONFIGS = {
 }
 GLM_CONFIGS = {
     "KV heads that do not divide": (values(num_key_value_heads=3), ["num_key_value_heads", "3", "4"]),
+    "fewer KV heads": (values(num_key_value_heads=1), ["layers.0.self_attn.k_proj", "[32, 32]", "[16, 32]"]),
     "no KV heads": (values(num_key_value_heads=0), ["num_key_value_heads", "0"]),
     "no rotary": (values(partial_rotary_factor=0.0), ["partial_rotary_factor", "0.0"]),
     "rotary factor missing": (values(rope_parameters={"rope_theta": 1e4}), ["partial_rotary_factor", "missing"]),
@@ -308,3 +443,34 @@ def test_config_without_speculation(case, model_type, refusal):
     damage, named = PLAIN_CONFIGS[case]
     message = refusal(damage, model_type, k=0)
     assert all(part in message for part in named), message
+
+
+def test_a_directory_without_permission(originals, monkeypatch):
+    """Tests may run as root, whom the system refuses nothing."""
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(CheckpointError, match="model: .*Permission denied"):
+        Checkpoint(originals["glm4_moe"])
+
+
+def test_a_name_that_no_directory_can_have():
+    with pytest.raises(CheckpointError, match="model: .*null"):
+        Checkpoint("a\0b")
+
+
+@pytest.mark.parametrize("damage", [None, truncate("model.safetensors", 20_000), values(vocab_size=97)])
+def test_loading_writes_nothing(damage, originals, tmp_path):
+    directory = shutil.copytree(originals["glm4_moe"], tmp_path / "checkpoint")
+    if damage:
+        damage(directory)
+
+    def state():
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*.*"))}
+
+    before = state()
+    with pytest.raises(CheckpointError) if damage else nullcontext():
+        LLM(str(directory), num_threads=1)
+    assert state() == before

@@ -1,6 +1,8 @@
 """Reading checkpoints: files, shards, dtypes, and what the MTP layer shares with the target."""
 
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -133,3 +135,20 @@ def test_end_tokens(directory, generation, config, expected):
         (directory / "generation_config.json").write_text(json.dumps(values))
     edit_config(directory, lambda values: values.update(eos_token_id=config))
     assert Checkpoint(directory).eos_token_ids == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO(), Terminal()], ids=["a file", "a terminal"])
+def test_progress_is_for_terminals(stderr, directory, monkeypatch, caplog):
+    """A log gets one line for each network."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with caplog.at_level("INFO", "mtp.checkpoint"):
+        networks(directory)
+    assert ("loading CausalLM" in stderr.getvalue()) == stderr.isatty()
+    lines = [record.getMessage() for record in caplog.records if record.name == "mtp.checkpoint"]
+    assert [line.split(":")[0] for line in lines] == ["CausalLM", "MtpModule"]
+    assert all(" GiB loaded in " in line for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from mtp_backend.checkpoint.scales import check_beside, read_scale, row_stripes
@@ -12,6 +13,9 @@ from mtp_backend.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mtp_backend.checkpoint.reader import Checkpoint
+
+# The value of each of the 256 codes: looking them up takes less than half the time of torch's conversion.
+VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,10 @@ def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, block: t
         block: rows and columns of a block.
     """
     rows, columns = block
-    by_row = scale.repeat_interleave(rows, 0)
+    by_row = scale.repeat_interleave(rows, 0)[: weight.shape[0]]
     for stripe in row_stripes(weight):
-        wide = by_row[stripe]
-        if wide.shape[1] > 1:
-            wide = wide.repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        part = weight[stripe].float()
-        destination[stripe].copy_(part.mul_(wide[: part.shape[0]]))
+        codes = weight[stripe].view(torch.uint8).int()
+        part = VALUES.index_select(0, codes.flatten()).view(codes.shape)
+        for index, first in enumerate(range(0, weight.shape[1], columns)):
+            part[:, first : first + columns].mul_(by_row[stripe, index, None])
+        destination[stripe].copy_(part)

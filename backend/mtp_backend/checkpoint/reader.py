@@ -154,7 +154,7 @@ class Checkpoint:
             return usual if found else None
         if len(found) > 1:
             raise CheckpointError(
-                f"{self.directory}: {usual} is missing, and several files could stand for it: {', '.join(found[:3])}, …"
+                f"{self.directory}: {INDEX} or {WEIGHTS} is needed to choose among {', '.join(found[:3])}"
             )
         return found[0]
 
@@ -174,7 +174,8 @@ class Checkpoint:
             try:
                 self._handles[file] = safe_open(path, framework="pt")
             except FileNotFoundError as error:
-                raise CheckpointError(f"{path}: the index names this file, and it is missing") from error
+                why = "a link to no file" if self.has_file(file) else "the index names this file, and it is missing"
+                raise CheckpointError(f"{path}: {why}") from error
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
         return self._handles[file]

@@ -21,7 +21,7 @@ from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models import build_networks
-from mtp_backend.models.build import family_of
+from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
 from mtp_backend.sampling import SamplingParams
@@ -55,7 +55,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
         checkpoint = Checkpoint(config.model)
-        model = family_of(checkpoint).config.from_dict(checkpoint.config)
+        model = target_config(checkpoint)
         source = mtp_source(checkpoint, config.speculative.draft_model) if config.num_drafts else None
         if source is not None and not source.num_modules:
             config = dataclasses.replace(config, speculative=None)

@@ -60,6 +60,23 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return FAMILIES[model_type]
 
 
+def target_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The configuration of a checkpoint that is to be served.
+
+    Raises:
+        CheckpointError: unknown model_type, bad configuration, or MTP modules without a target.
+    """
+    config = family_of(checkpoint).config.from_dict(checkpoint.config)
+    if find_mtp(checkpoint).kind != RAW:
+        raise CheckpointError(
+            f"{checkpoint.directory}: holds MTP modules alone; give it as speculative.draft_model, beside the "
+            "checkpoint of its target as model"
+        )
+    # A false number of layers is found before that many are built.
+    checkpoint.path_of(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")
+    return config
+
+
 def build_networks(
     checkpoint: Checkpoint,
     *,
@@ -80,14 +97,8 @@ def build_networks(
         CheckpointError: unknown model_type, bad configuration, too few MTP modules, missing, misshapen or
             unaccounted tensor.
     """
-    own_mtp = find_mtp(checkpoint)
-    if own_mtp.kind != RAW:
-        raise CheckpointError(
-            f"{checkpoint.directory}: holds MTP modules alone; give it as speculative.draft_model, beside the "
-            "checkpoint of its target as model"
-        )
-    family = family_of(checkpoint)
-    config = family.config.from_dict(checkpoint.config)
+    config = target_config(checkpoint)
+    family, own_mtp = family_of(checkpoint), find_mtp(checkpoint)
     source = mtp_source or own_mtp
     if num_mtp > source.num_modules:
         raise CheckpointError(
@@ -96,8 +107,6 @@ def build_networks(
         )
     if num_mtp:
         source.check()
-    # A false number of layers is found before that many are built.
-    checkpoint.path_of(f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight")
     with torch.device("meta"), _default_dtype(dtype):
         layers = [family.decoder_layer(config, index, ops) for index in range(config.num_hidden_layers)]
         target = CausalLM(config, layers, ops)

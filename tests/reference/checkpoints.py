@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
-    """Writes a random checkpoint with one MTP layer, all tensors by their official names.
+    """Writes a random checkpoint with one MTP layer or `num_nextn_predict_layers`, all tensors by official names.
 
     No tensor is constant: norms, biases and the router's correction bias are random too, and the MTP layer has an
     embedding and a head of its own.
@@ -96,8 +97,8 @@ def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
     torch.manual_seed(0)
     # transformers writes into the dictionaries it is given.
     values = copy.deepcopy(DEFAULTS[model_type] | changes)
-    layers = values["num_hidden_layers"]
-    config = CONFIGS[model_type](**values | {"num_hidden_layers": layers + 1})
+    layers, num_mtp = values["num_hidden_layers"], values.get("num_nextn_predict_layers", 1)
+    config = CONFIGS[model_type](**values | {"num_hidden_layers": layers + num_mtp})
     model = CLASSES[model_type](config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -110,18 +111,45 @@ def save_random(directory: Path, model_type: str, **changes: Any) -> Path:
         shapes = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (hidden,))
         shapes |= dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), (vocabulary, hidden))
         shapes["eh_proj.weight"] = (hidden, 2 * hidden)
-        tensors |= {f"model.layers.{layers}.{name}": _random(name, shape) for name, shape in shapes.items()}
+        for layer in range(layers, layers + num_mtp):
+            tensors |= {f"model.layers.{layer}.{name}": _random(name, shape) for name, shape in shapes.items()}
 
     edit_config(directory, lambda config: config.update(num_hidden_layers=layers))
     edit_tensors(directory, add_mtp)
     return directory
 
 
+def save_with_mtp_layers(directory: Path, source: Path, count: int, noise: float) -> Path:
+    """Copies a checkpoint with one MTP layer, and repeats that layer: it and `count` − 1 that differ from it a little.
+
+    Args:
+        noise: standard deviation of what is added to the matrices of the repeated layers, as a share of theirs.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    generator = torch.Generator().manual_seed(0)
+
+    def repeat(tensors: dict[str, torch.Tensor]) -> None:
+        prefix = f"model.layers.{layers}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for layer in range(layers + 1, layers + count):
+            for name, tensor in own.items():
+                if tensor.ndim == 2 and "embed_tokens" not in name and "shared_head" not in name:
+                    tensor = tensor + torch.randn(tensor.shape, generator=generator) * tensor.float().std() * noise
+                tensors[f"model.layers.{layer}.{name}"] = tensor.to(own[name].dtype).clone()
+
+    edit_tensors(directory, repeat)
+    edit_config(directory, lambda config: config.update(num_nextn_predict_layers=count))
+    return directory
+
+
 def transformers_model(directory: Path) -> PreTrainedModel:
-    """transformers' network of a checkpoint, in float32 with plain attention; it leaves the MTP layer out."""
+    """transformers' network of a checkpoint, in float32 with plain attention; it leaves the MTP layers out."""
     config = json.loads((directory / "config.json").read_text())
     model_class = CLASSES[config["model_type"]]
-    model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
+    first = config["num_hidden_layers"]
+    mtp = range(first, first + config.get("num_nextn_predict_layers", 1))
+    model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*" for layer in mtp]
     return model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -1,26 +1,30 @@
-"""Proposing draft tokens with the checkpoint's MTP layer."""
+"""Proposing draft tokens with the checkpoint's MTP layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mtp_backend.cache import KVCache, Span, build_layout
+from mtp_backend.config import SpeculativeConfig
 from mtp_backend.models import Networks
+from mtp_backend.models.mtp import MtpModule
 
 
 @dataclass
 class DraftWork:
-    """What the MTP layer does for one sequence in a draft pass.
+    """What the MTP layers do for one sequence in a draft pass.
 
     Attributes:
         token_ids: t[i+1] for each position i that the target has newly computed.
         hidden: the target's rows h[i] for the same positions, [len(token_ids), H].
         start: the first of these positions.
         block_table: the sequence's blocks; they also hold the positions of the drafts.
-        num_drafts: drafts to propose, 0 to only bring the draft layer's cache up to date.
+        num_drafts: drafts to propose, 0 to only bring the draft layers' cache up to date.
+        kept: rows that the drafter keeps of the sequence for the next pass, which goes on where this one ends.
     """
 
     token_ids: list[int]
@@ -28,39 +32,75 @@ class DraftWork:
     start: int
     block_table: list[int]
     num_drafts: int
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
 
-class MtpDrafter:
-    """Chains of drafts over one MTP layer, which is used again for every draft ("MTP Eagle").
+class Drafter(ABC):
+    """Chains of drafts, each the most likely token of an MTP layer; the modes differ in how the layers are used.
 
-    Drafts are the layer's most likely tokens. The hidden row that a pass hands to the next is the one after
-    `shared_head.norm`, as the layer was trained on rows after the target's final norm.
+    Args:
+        config: how many drafts, and the row that one layer's pass hands to the next.
+        cache: its last `config.num_draft_layers` layers are the drafts'.
     """
 
-    def __init__(self, networks: Networks, cache: KVCache, block_size: int, device: torch.device) -> None:
-        self._mtp = networks.mtp[0]
+    def __init__(
+        self, config: SpeculativeConfig, networks: Networks, cache: KVCache, block_size: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._modules = networks.mtp
         self._rotary = networks.rotary
-        self._cache = cache.layers[-1]
+        self._caches = cache.layers[-config.num_draft_layers :]
         self._block_size = block_size
         self._device = device
 
+    @abstractmethod
     def propose(self, work: list[DraftWork]) -> list[list[int]]:
-        """Runs the layer over the new positions of all sequences, then one token further per pass.
+        """Runs the layers over the new positions of all sequences, and over drafts of their own.
 
         Returns:
             The drafts of each sequence, `num_drafts` of them.
         """
-        spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
-        hidden = self._forward(
-            [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
+
+    def _forward(self, layer: int, tokens: list[int], hidden: list[Tensor], spans: list[Span]) -> Tensor:
+        """One pass of a draft layer: rows [tokens, H] before `shared_head.norm`."""
+        layout = build_layout(spans, self._block_size, self._device)
+        return self._module(layer)(
+            torch.tensor(tokens, device=self._device),
+            torch.cat(hidden),
+            self._rotary,
+            layout,
+            self._caches[layer],
+            self._config.mask_pos0,
         )
-        ends = torch.tensor([span.length for span in spans]).cumsum(0)
+
+    def _module(self, layer: int) -> MtpModule:
+        return self._modules[layer % len(self._modules)]
+
+    def _carry(self, rows: Tensor, normed: Tensor) -> Tensor:
+        return normed if self._config.mtp_carry == "normed" else rows
+
+
+class EagleDrafter(Drafter):
+    """MTP Eagle: the first MTP layer makes every draft, over one layer of keys.
+
+    The first pass goes over the target's rows; each further one adds a position behind them, with the draft just made
+    and, in place of the target's row, the row that made it.
+    """
+
+    def propose(self, work: list[DraftWork]) -> list[list[int]]:
+        mtp = self._module(0)
+        spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
+        rows = self._forward(
+            0, [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
+        )
         drafts: list[list[int]] = [[] for _ in work]
         chain = [index for index, item in enumerate(work) if item.num_drafts]
         if chain:
-            carry = hidden[(ends[chain] - 1).to(self._device)]
+            ends = torch.tensor([span.length for span in spans]).cumsum(0)
+            rows = rows[(ends[chain] - 1).to(self._device)]
         while chain:
-            for index, token in zip(chain, self._mtp.logits(carry).argmax(-1).tolist(), strict=True):
+            normed = mtp.normed(rows)
+            for index, token in zip(chain, mtp.logits(normed).argmax(-1).tolist(), strict=True):
                 drafts[index].append(token)
             kept = [row for row, index in enumerate(chain) if len(drafts[index]) < work[index].num_drafts]
             chain = [chain[row] for row in kept]
@@ -71,11 +111,47 @@ class MtpDrafter:
                 steps = [
                     Span(work[index].block_table, position, 1) for index, position in zip(chain, nexts, strict=True)
                 ]
-                carry = self._forward(tokens, [carry[kept]], steps)
+                rows = self._forward(0, tokens, [self._carry(rows, normed)[kept]], steps)
         return drafts
 
-    def _forward(self, tokens: list[int], hidden: list[Tensor], spans: list[Span]) -> Tensor:
-        layout = build_layout(spans, self._block_size, self._device)
-        return self._mtp(
-            torch.tensor(tokens, device=self._device), torch.cat(hidden), self._rotary, layout, self._cache
-        )
+
+class VanillaDrafter(Drafter):
+    """MTP Vanilla: draft m comes from MTP layer m, over keys of its own (DeepSeek-V3 report, section 2.2).
+
+    Layer m takes at position i the row that layer m − 1 gave there (layer 0: the target's) and token t[i+1+m]. Its
+    last m positions therefore rest on drafts, and are computed again with the next step's tokens. Layer m − 1 gives
+    the rows for that again too, but for the first of them: that one rests on no draft and is kept.
+    """
+
+    def propose(self, work: list[DraftWork]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in work]
+        rows = [item.hidden for item in work]
+        for layer in range(self._config.num_draft_layers):
+            tokens: list[int] = []
+            hidden: list[Tensor] = []
+            spans: list[Span] = []
+            for item, above, chain in zip(work, rows, drafts, strict=True):
+                start, end = max(0, item.start - layer), item.start + len(item.token_ids)
+                spans.append(Span(item.block_table, start, end - start))
+                tokens += (item.token_ids + chain)[start - end :]
+                if layer:
+                    if item.start >= layer:
+                        hidden.append(item.kept[layer])
+                    item.kept[layer] = above[-layer:][:1].clone()
+                hidden.append(above)
+            output = self._forward(layer, tokens, hidden, spans)
+            normed = self._module(layer).normed(output)
+            lengths = [span.length for span in spans]
+            rows = self._carry(output, normed).split(lengths)
+            last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
+            for chain, token in zip(drafts, self._module(layer).logits(normed[last]).argmax(-1).tolist(), strict=True):
+                chain.append(token)
+        return [chain[: item.num_drafts] for item, chain in zip(work, drafts, strict=True)]
+
+
+def drafter_for(
+    config: SpeculativeConfig, networks: Networks, cache: KVCache, block_size: int, device: torch.device
+) -> Drafter:
+    """The drafter of the configured mode."""
+    mode = VanillaDrafter if config.use_mtp_vanilla else EagleDrafter
+    return mode(config, networks, cache, block_size, device)

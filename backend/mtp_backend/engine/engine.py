@@ -225,8 +225,7 @@ class Engine:
         # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
         ready = [sequence for sequence in sequences if sequence.hidden is not None]
         work = {sequence: _draft_work(sequence, sequence.num_computed, num_drafts[sequence]) for sequence in ready}
-        # A client that never asks for drafts leaves rows behind: more than a prompt leaves are too many. The last one
-        # stays, in case the client does ask.
+        # Rows of a client that does not ask for drafts become too many: all but the last, for which it may still ask.
         waiting = [sequence for sequence in stepped if sequence.hidden is not None and sequence not in work]
         crowded = [sequence for sequence in waiting if len(sequence.hidden) > self.config.prefill_chunk_size]
         work |= {sequence: _draft_work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}

@@ -133,10 +133,11 @@ class VanillaDrafter(Drafter):
             for item, above, chain in zip(work, rows, drafts, strict=True):
                 start, end = max(0, item.start - layer), item.start + len(item.token_ids)
                 spans.append(Span(item.block_table, start, end - start))
-                tokens += (item.token_ids + chain)[start - end :]
+                tokens += (item.token_ids + chain)[start - end :]  # t[start+1+layer] … and a draft for each layer above
                 if layer:
                     if item.start >= layer:
                         hidden.append(item.kept[layer])
+                    # The row of position end − layer, where this layer goes on next time; unused if there is none.
                     item.kept[layer] = above[-layer:][:1].clone()
                 hidden.append(above)
             output = self._forward(layer, tokens, hidden, spans)
@@ -146,6 +147,7 @@ class VanillaDrafter(Drafter):
             last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
             for chain, token in zip(drafts, self._module(layer).logits(normed[last]).argmax(-1).tolist(), strict=True):
                 chain.append(token)
+        # The layers' keys need all passes of all sequences, however many drafts are wanted.
         return [chain[: item.num_drafts] for item, chain in zip(work, drafts, strict=True)]
 
 

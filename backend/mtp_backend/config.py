@@ -21,19 +21,36 @@ class SpeculativeConfig:
 
     Attributes:
         num_speculative_tokens: draft tokens k that a step verifies, 0 … 15. 0 decodes without speculation.
-        method: where drafts come from: "mtp", the checkpoint's own multi-token-prediction layer.
+        method: where drafts come from: "mtp", the checkpoint's own multi-token-prediction layers.
         draft_model: directory that the MTP layers are read from; empty for the target's own checkpoint.
+        use_mtp_vanilla: false drafts with the first MTP layer alone, used again for every draft (MTP Eagle); true
+            takes draft m from MTP layer m (MTP Vanilla), which starts again at the first where the checkpoint has
+            fewer than k. Each of the k has its own keys in the cache.
+        mtp_carry: the hidden row that one draft hands to the next: after ("normed") or before ("raw") the layer's
+            `shared_head.norm`.
+        mask_pos0: the MTP layers see zeros in place of the embedding at position 0.
     """
 
     num_speculative_tokens: int = 1
     method: str = "mtp"
     draft_model: str = ""
+    use_mtp_vanilla: bool = False
+    mtp_carry: str = "normed"
+    mask_pos0: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         checks.choice("speculative.method", self.method, {"mtp"})
         if not isinstance(self.draft_model, str):
             raise InvalidArgument("speculative.draft_model", self.draft_model, "the path of a directory, or empty")
+        checks.boolean("speculative.use_mtp_vanilla", self.use_mtp_vanilla)
+        checks.choice("speculative.mtp_carry", self.mtp_carry, {"normed", "raw"})
+        checks.boolean("speculative.mask_pos0", self.mask_pos0)
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers that drafts take in the cache."""
+        return self.num_speculative_tokens if self.use_mtp_vanilla else min(self.num_speculative_tokens, 1)
 
 
 @dataclass(frozen=True)

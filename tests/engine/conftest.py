@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.cache import bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.config import SpeculativeConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.models.build import family_of
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 DEMO_MODELS = {name: str(CHECKPOINTS / f"{name}-demo") for name in ("deepseek", "glm")}
+SPECULATIVE = {field.name for field in dataclasses.fields(SpeculativeConfig)}
 MOST_LOADED = 12  # engines kept in memory, the least recently used one goes
 SCRIPTURE = (
     "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness "
@@ -50,6 +53,7 @@ def _loaded() -> dict[tuple, LLM]:
 def make_llm(_loaded: dict[tuple, LLM]) -> Iterator[Callable[..., LLM]]:
     """make_llm(model, k, **options): an `LLM` in float32 on one thread, kept for the next call with these arguments.
 
+    Options that are keys of the speculative configuration go there.
     Each test must leave the engines it used without work and with every KV block free.
     """
     used = {}
@@ -57,7 +61,9 @@ def make_llm(_loaded: dict[tuple, LLM]) -> Iterator[Callable[..., LLM]]:
     def make(model: str, k: int = 0, **options: object) -> LLM:
         options = {"dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 8, **options}
         key = (model, k, *sorted(options.items()))
-        _loaded[key] = _loaded.pop(key, None) or LLM(model, {"num_speculative_tokens": k} if k else None, **options)
+        speculative = {"num_speculative_tokens": k}
+        speculative |= {name: options.pop(name) for name in SPECULATIVE & options.keys()}
+        _loaded[key] = _loaded.pop(key, None) or LLM(model, speculative if k else None, **options)
         if len(_loaded) > MOST_LOADED:
             del _loaded[next(iter(_loaded))]
         used[key] = _loaded[key]
@@ -113,13 +119,16 @@ def greedy(plain: Callable[..., list[int]]) -> Callable[..., list[int]]:
 
 
 @pytest.fixture(scope="session")
-def tight_pool() -> Callable[[str, int, int, int], int]:
-    """tight_pool(model, k, block_size, blocks): kv_cache_bytes for a pool of that many blocks in float32."""
+def tight_pool() -> Callable[..., int]:
+    """tight_pool(model, k, block_size, blocks): kv_cache_bytes for a pool of that many blocks in float32.
 
-    def kv_cache_bytes(model: str, k: int, block_size: int, blocks: int) -> int:
+    With `vanilla` every draft has a layer.
+    """
+
+    def kv_cache_bytes(model: str, k: int, block_size: int, blocks: int, vanilla: bool = False) -> int:
         checkpoint = Checkpoint(model)
         config = family_of(checkpoint).config.from_dict(checkpoint.config)
-        return blocks * bytes_per_block(config.cache_shapes(1 if k else 0), block_size, torch.float32)
+        return blocks * bytes_per_block(config.cache_shapes(k if vanilla else min(k, 1)), block_size, torch.float32)
 
     return kv_cache_bytes
 

@@ -169,7 +169,7 @@ def test_cache_memory_is_what_was_counted(model, k, make_llm, tight_pool):
     engine = make_llm(model, k, block_size=BLOCK, max_model_len=LONGEST, max_num_seqs=3, kv_cache_bytes=needed).engine
     tensors = [part for layer in engine._runner._caches for part in layer]
     if k:
-        tensors += engine._drafter._cache
+        tensors += [part for layer in engine._drafter._caches for part in layer]
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == needed
 
 
@@ -182,7 +182,7 @@ def test_what_rejected_drafts_leave_is_never_read(model, make_llm, prompt_of, gr
         engine.step()
         for length, caches in (
             (sequence.num_computed, engine._runner._caches),
-            (sequence.num_drafted, [engine._drafter._cache]),
+            (sequence.num_drafted, engine._drafter._caches),
         ):
             kept = (
                 {sequence.block_table[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)}
@@ -195,6 +195,6 @@ def test_what_rejected_drafts_leave_is_never_read(model, make_llm, prompt_of, gr
     try:
         assert sequence.token_ids[9:] == greedy(model, prompt_of(9), 24)
     finally:
-        for layer in [*engine._runner._caches, engine._drafter._cache]:
+        for layer in [*engine._runner._caches, *engine._drafter._caches]:
             for part in layer:
                 part.zero_()

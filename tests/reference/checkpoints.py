@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,37 @@ def save_random(directory: Path, model_type: str, num_mtp: int = 1, **changes: A
     return directory
 
 
+def save_with_mtp_layers(directory: Path, source: Path, count: int, noise: float) -> Path:
+    """Copies a checkpoint with one MTP layer, and repeats that layer: it and `count` − 1 that differ from it a little.
+
+    Args:
+        noise: standard deviation of what is added to the matrices of the repeated layers, as a share of theirs.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    generator = torch.Generator().manual_seed(0)
+
+    def repeat(tensors: dict[str, torch.Tensor]) -> None:
+        prefix = f"model.layers.{layers}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for layer in range(layers + 1, layers + count):
+            for name, tensor in own.items():
+                if tensor.ndim == 2 and "embed_tokens" not in name and "shared_head" not in name:
+                    tensor = tensor + torch.randn(tensor.shape, generator=generator) * tensor.float().std() * noise
+                tensors[f"model.layers.{layer}.{name}"] = tensor.to(own[name].dtype).clone()
+
+    edit_tensors(directory, repeat)
+    edit_config(directory, lambda config: config.update(num_nextn_predict_layers=count))
+    return directory
+
+
 def transformers_model(directory: str | Path) -> PreTrainedModel:
-    """transformers' network of a checkpoint, in float32 with plain attention; it leaves the MTP layer out."""
+    """transformers' network of a checkpoint, in float32 with plain attention; it leaves the MTP layers out."""
     config = json.loads((Path(directory) / "config.json").read_text())
     model_class = CLASSES[config["model_type"]]
-    model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
+    first = config["num_hidden_layers"]
+    mtp = range(first, first + config.get("num_nextn_predict_layers", 1))
+    model_class._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*" for layer in mtp]
     return model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -1,4 +1,4 @@
-"""The multi-token-prediction module in plain torch: no cache, no paging, nothing from the code under test.
+"""Multi-token-prediction modules in plain torch: no cache, no paging, nothing from the code under test.
 
 Every call computes whole sequences, one position's row at a time where a loop reads better than a tensor operation.
 """
@@ -13,24 +13,34 @@ from safetensors.torch import load_file
 
 
 class MtpReference:
-    """The MTP layer of a checkpoint with one model.safetensors, in float32."""
+    """One MTP layer of a checkpoint with one model.safetensors, in float32.
 
-    def __init__(self, directory: str | Path) -> None:
+    Args:
+        index: which of the checkpoint's MTP layers.
+        carry: what a pass hands to the next: rows after ("normed") or before ("raw") the module's last norm.
+        mask_pos0: the embedding at position 0 is left out.
+    """
+
+    def __init__(self, directory: str | Path, index: int = 0, carry: str = "normed", mask_pos0: bool = False) -> None:
         tensors = load_file(Path(directory) / "model.safetensors")
         self.config = json.loads((Path(directory) / "config.json").read_text())
-        prefix = f"model.layers.{self.config['num_hidden_layers']}."
+        self.carry, self.mask_pos0 = carry, mask_pos0
+        prefix = f"model.layers.{self.config['num_hidden_layers'] + index}."
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         self.weights = {name: tensor.float() for name, tensor in own.items()}
         self.embedding = own.get("embed_tokens.weight", tensors["model.embed_tokens.weight"]).float()
         self.head = own.get("shared_head.head.weight", tensors["lm_head.weight"]).float()
 
     def rows(self, tokens: list[int], hidden: torch.Tensor, num_selecting: int | None = None) -> torch.Tensor:
-        """Tokens t[1] … t[n] and hidden rows h[0] … h[n-1] → rows of positions 0 … n-1 after the module's last norm.
+        """Tokens t[1] … t[n] and hidden rows h[0] … h[n-1] → rows of positions 0 … n-1 before the module's last norm.
 
         Positions from `num_selecting` on see what the last one before them sees.
         """
         eps = self.config["rms_norm_eps"]
-        embedded = self._norm("enorm", self.embedding[tokens], eps)
+        embedding = self.embedding[tokens]
+        if self.mask_pos0:
+            embedding[0] = 0
+        embedded = self._norm("enorm", embedding, eps)
         x = self._linear("eh_proj", torch.cat([embedded, self._norm("hnorm", hidden, eps)], dim=-1))
         attention = self._latent_attention if "kv_lora_rank" in self.config else self._grouped_attention
         normed = self._norm("input_layernorm", x, eps)
@@ -40,11 +50,14 @@ class MtpReference:
             if num_selecting is not None:
                 seen[num_selecting:] = [seen[num_selecting - 1]] * (len(x) - num_selecting)
         x = x + attention(normed, seen)
-        x = x + self._experts(self._norm("post_attention_layernorm", x, eps))
-        return self._norm("shared_head.norm", x, eps)
+        return x + self._experts(self._norm("post_attention_layernorm", x, eps))
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows @ self.head.T
+        return self._norm("shared_head.norm", rows, self.config["rms_norm_eps"]) @ self.head.T
+
+    def carried(self, rows: torch.Tensor) -> torch.Tensor:
+        """What `rows` are to the next pass or module."""
+        return rows if self.carry == "raw" else self._norm("shared_head.norm", rows, self.config["rms_norm_eps"])
 
     def chain(self, tokens: list[int], hidden: torch.Tensor, num_drafts: int) -> tuple[list[int], torch.Tensor]:
         """Drafts after tokens t[0] … t[n] with hidden rows h[0] … h[n-1], and the logits of each draft.
@@ -59,7 +72,7 @@ class MtpReference:
             logits.append(self.logits(last)[0])
             drafts.append(int(logits[-1].argmax()))
             tokens.append(drafts[-1])
-            hidden = torch.cat([hidden, last])
+            hidden = torch.cat([hidden, self.carried(last)])
         return drafts, torch.stack(logits)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -178,6 +191,23 @@ class MtpReference:
         return self._linear(
             f"{name}.down_proj", F.silu(self._linear(f"{name}.gate_proj", x)) * self._linear(f"{name}.up_proj", x)
         )
+
+
+def vanilla_chain(
+    modules: list[MtpReference], tokens: list[int], hidden: torch.Tensor, num_drafts: int
+) -> tuple[list[int], torch.Tensor]:
+    """Drafts after tokens t[0] … t[n] with hidden rows h[0] … h[n-1], draft m by module m, and the logits of each.
+
+    Each module goes over all positions: with the rows that the module before it gave, and one token further on.
+    """
+    drafts, logits = [], []
+    for depth in range(num_drafts):
+        module = modules[depth % len(modules)]
+        rows = module.rows((tokens + drafts)[1 + depth :], hidden)
+        logits.append(module.logits(rows[-1:])[0])
+        drafts.append(int(logits[-1].argmax()))
+        hidden = module.carried(rows)
+    return drafts, torch.stack(logits)
 
 
 def route(scores: list[float], bias: list[float], config: dict) -> list[tuple[int, float]]:

@@ -8,12 +8,14 @@ from unittest.mock import patch
 import torch
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.config import SpeculativeConfig
 from mtp_backend.models import build_networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import BatchLayout, ops_for
-from mtp_backend.speculation import DraftWork, MtpDrafter
+from mtp_backend.speculation import DraftWork, drafter_for
 
 CPU = torch.device("cpu")
+DEFAULT = SpeculativeConfig()
 
 
 class Paged:
@@ -21,6 +23,7 @@ class Paged:
 
     Args:
         before_pass: called with the spans of every pass before it runs.
+        speculative: how drafts are made.
     """
 
     def __init__(
@@ -30,11 +33,22 @@ class Paged:
         block_size: int = 4,
         num_blocks: int = 128,
         before_pass: Callable[["Paged", list[Span]], None] = lambda paged, spans: None,
+        speculative: SpeculativeConfig = DEFAULT,
     ) -> None:
+        checkpoint = Checkpoint(directory)
+        num_layers = speculative.num_draft_layers
         self.networks = build_networks(
-            Checkpoint(directory), num_mtp=1, dtype=dtype, device=CPU, max_positions=256, ops=ops_for("cpu")
+            checkpoint,
+            num_mtp=min(num_layers, checkpoint.config["num_nextn_predict_layers"]),
+            dtype=dtype,
+            device=CPU,
+            max_positions=256,
+            ops=ops_for("cpu"),
         )
-        self.cache = KVCache(self.networks.config.cache_shapes(1), num_blocks, block_size, dtype, CPU)
+        shapes = self.networks.config.cache_shapes(num_layers)
+        self.cache = KVCache(shapes, num_blocks, block_size, dtype, CPU)
+        self.num_draft_layers = num_layers
+        self.drafter = drafter_for(speculative, self.networks, self.cache, block_size, CPU)
         self.block_size = block_size
         self.before_pass = before_pass
         self._free = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
@@ -47,18 +61,21 @@ class Paged:
         """The target's hidden rows of whole sequences."""
 
         def run(parts: list[tuple[int, slice]], tokens: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-            return self.networks.target(tokens, self.networks.rotary, layout, self.cache.layers[:-1])
+            return self.networks.target(
+                tokens, self.networks.rotary, layout, self.cache.layers[: -self.num_draft_layers]
+            )
 
         return self._rows(sequences, tables, chunk, run)
 
     def draft_rows(
         self, sequences: list[list[int]], hidden: list[torch.Tensor], tables: list[list[int]], chunk: int
     ) -> list[torch.Tensor]:
-        """The MTP layer's rows for tokens t[1] … t[n] and hidden rows h[0] … h[n-1] of each sequence."""
+        """The first MTP layer's rows after its last norm, for tokens t[1] … t[n] and hidden rows h[0] … h[n-1]."""
 
         def run(parts: list[tuple[int, slice]], tokens: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
             given = torch.cat([hidden[index][part] for index, part in parts])
-            return self.networks.mtp[0](tokens, given, self.networks.rotary, layout, self.cache.layers[-1])
+            mtp, cache = self.networks.mtp[0], self.cache.layers[-self.num_draft_layers]
+            return mtp.normed(mtp(tokens, given, self.networks.rotary, layout, cache))
 
         return self._rows(sequences, tables, chunk, run)
 
@@ -79,25 +96,33 @@ class Paged:
 
 @torch.inference_mode()
 def propose(paged: Paged, work: list[DraftWork]) -> list[tuple[list[int], torch.Tensor]]:
-    """What `MtpDrafter.propose` gives for each sequence, and the logits [num_drafts, vocab] that it drew from."""
-    mtp, passes = paged.networks.mtp[0], []
+    """What `Drafter.propose` gives for each sequence, and the logits [num_drafts, vocab] that it drew from."""
+    passes: list[torch.Tensor] = []
 
     def layout_of(spans: list[Span], *others: object) -> BatchLayout:
         paged.before_pass(paged, spans)
         return build_layout(spans, *others)
 
-    def logits_of(rows: torch.Tensor) -> torch.Tensor:
-        passes.append(MtpModule.logits(mtp, rows))
+    logits_of = MtpModule.logits
+
+    def logits_and_note(mtp: MtpModule, normed: torch.Tensor) -> torch.Tensor:
+        passes.append(logits_of(mtp, normed))
         return passes[-1]
 
-    drafter = MtpDrafter(paged.networks, paged.cache, paged.block_size, CPU)
-    with patch.object(mtp, "logits", logits_of), patch("mtp_backend.speculation.drafter.build_layout", layout_of):
-        drafts = drafter.propose(work)
+    with (
+        patch.object(MtpModule, "logits", logits_and_note),
+        patch("mtp_backend.speculation.drafter.build_layout", layout_of),
+    ):
+        drafts = paged.drafter.propose(work)
     logits = [[] for _ in work]
     for step, rows in enumerate(passes):
-        for index, row in zip([i for i, item in enumerate(work) if item.num_drafts > step], rows, strict=True):
+        drawing = [index for index, item in enumerate(work) if len(rows) == len(work) or item.num_drafts > step]
+        for index, row in zip(drawing, rows, strict=True):
             logits[index].append(row)
-    return [(own, torch.stack(rows) if rows else torch.empty(0)) for own, rows in zip(drafts, logits, strict=True)]
+    return [
+        (own, torch.stack(rows[: item.num_drafts]) if item.num_drafts else torch.empty(0))
+        for item, own, rows in zip(work, drafts, logits, strict=True)
+    ]
 
 
 def _batches(lengths: list[int], chunk: int) -> Iterator[list[tuple[int, slice]]]:

@@ -26,6 +26,9 @@ WRONG_SPECULATIVE = {
     "num_speculative_tokens": (16, -1, True, False, "2", 1.0, None, [1], 10**30),
     "method": ("eagle", "", "MTP", None, 1, ["mtp"]),
     "draft_model": (None, 1, True, ["a"]),
+    "use_mtp_vanilla": (1, 0, None, "true", [True]),
+    "mtp_carry": ("Raw", "", None, True, 1, ["raw"]),
+    "mask_pos0": (1, 0, None, "false", [False]),
 }
 ALLOWED = {
     "model": "checkpoint directory",
@@ -37,6 +40,9 @@ ALLOWED = {
     "sequence_ttl_seconds": "(0, 1e+09]",
     "num_speculative_tokens": "0 … 15",
     "method": "one of mtp",
+    "use_mtp_vanilla": "true or false",
+    "mtp_carry": "one of normed, raw",
+    "mask_pos0": "true or false",
 }
 
 
@@ -76,6 +82,12 @@ def test_every_number_of_drafts(k):
     assert EngineConfig("somewhere", {"num_speculative_tokens": k}).num_drafts == k
 
 
+@pytest.mark.parametrize(("vanilla", "layers"), [(False, [0, 1, 1, 1]), (True, [0, 1, 2, 3])])
+def test_layers_that_drafts_take_in_the_cache(vanilla, layers):
+    configs = [SpeculativeConfig(k, use_mtp_vanilla=vanilla) for k in range(4)]
+    assert [config.num_draft_layers for config in configs] == layers
+
+
 def test_no_speculation():
     assert EngineConfig("somewhere").num_drafts == 0
     assert EngineConfig("somewhere", {}).num_drafts == 1
@@ -86,7 +98,7 @@ def test_unknown_key(field):
     with pytest.raises(InvalidArgument, match="no such key; the keys are block_size, ") as error:
         EngineConfig.from_dict({"model": "somewhere", field: 1})
     assert error.value.field == f"engine.{field}"
-    with pytest.raises(InvalidArgument, match="no such key; the keys are draft_model, ") as error:
+    with pytest.raises(InvalidArgument, match="no such key; the keys are draft_model, mask_pos0, method, ") as error:
         EngineConfig.from_dict({"model": "somewhere", "speculative": {field + "x": 1}})
     assert error.value.field == f"speculative.{field}x"
 

@@ -25,7 +25,7 @@ from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.speculation import DraftWork, MtpDrafter, count_accepted
+from mtp_backend.speculation import DraftWork, count_accepted, drafter_for
 
 
 @dataclass
@@ -70,12 +70,12 @@ class Engine:
         self.tokenizer = load_tokenizer(Path(config.model))
         self.device = torch.device(config.device)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        num_mtp = 1 if config.num_drafts else 0
-        shapes = model.cache_shapes(num_mtp)
+        num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
+        shapes = model.cache_shapes(num_draft_layers)
         num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))
         networks = build_networks(
             checkpoint,
-            num_mtp=num_mtp,
+            num_mtp=min(num_draft_layers, source.num_modules if source else 0),
             dtype=dtype,
             device=self.device,
             max_positions=longest,
@@ -91,7 +91,7 @@ class Engine:
         self._runner = TargetRunner(networks, cache, config.block_size, self.device)
         self._drafter = None
         if networks.mtp:
-            self._drafter = MtpDrafter(networks, cache, config.block_size, self.device)
+            self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
         self._draft_requests: list[Sequence] = []
 
     @property
@@ -227,7 +227,11 @@ class Engine:
             output = StepOutput(sequence, committed, min(accepted, len(committed)))
         if self._drafter is not None:
             rows = computed.hidden[: num_computed - sequence.num_computed]
-            sequence.hidden = rows if sequence.hidden is None else torch.cat([sequence.hidden, rows])
+            if sequence.hidden is not None:
+                rows = torch.cat([sequence.hidden, rows])
+            elif sequence.paced:
+                rows = rows.clone()  # they may wait for the client: a view would keep the whole batch's rows
+            sequence.hidden = rows
         sequence.num_computed = num_computed
         if output is not None and sequence.paced:
             self.scheduler.pause(sequence)
@@ -245,14 +249,18 @@ class Engine:
         num_drafts = {sequence: self._reserve_drafts(sequence) for sequence in sequences}
         # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
         ready = [sequence for sequence in sequences if sequence.hidden is not None]
-        if not ready:
+        work = {sequence: _draft_work(sequence, sequence.num_computed, num_drafts[sequence]) for sequence in ready}
+        # Rows of a client that does not ask for drafts become too many: all but the last, for which it may still ask.
+        waiting = [sequence for sequence in stepped if sequence.hidden is not None and sequence not in work]
+        crowded = [sequence for sequence in waiting if len(sequence.hidden) > self.config.prefill_chunk_size]
+        work |= {sequence: _draft_work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}
+        if not work:
             return
-        work = [_draft_work(sequence, num_drafts[sequence]) for sequence in ready]
-        for sequence, draft_ids in zip(ready, self._drafter.propose(work), strict=True):
+        for (sequence, done), draft_ids in zip(work.items(), self._drafter.propose([*work.values()]), strict=True):
             if draft_ids:  # a text that is not computed to its end keeps the drafts that its client gave
                 sequence.draft_ids = draft_ids
-            sequence.num_drafted = sequence.num_computed
-            sequence.hidden = None
+            sequence.num_drafted += len(done.token_ids)
+            sequence.hidden = sequence.hidden[-1:].clone() if sequence in crowded else None
 
     def _reserve_drafts(self, sequence: Sequence) -> int:
         """How many drafts to propose: as many as can be committed and as the cache has room to verify."""
@@ -262,9 +270,11 @@ class Engine:
         return wanted if self.scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
 
 
-def _draft_work(sequence: Sequence, num_drafts: int) -> DraftWork:
-    shifted = sequence.token_ids[sequence.num_drafted + 1 : sequence.num_computed + 1]
-    return DraftWork(shifted, sequence.hidden, sequence.num_drafted, sequence.block_table, num_drafts)
+def _draft_work(sequence: Sequence, end: int, num_drafts: int) -> DraftWork:
+    """The work of the positions before `end` that the draft layer has not seen."""
+    start = sequence.num_drafted
+    shifted, hidden = sequence.token_ids[start + 1 : end + 1], sequence.hidden[: end - start]
+    return DraftWork(shifted, hidden, start, sequence.block_table, num_drafts, sequence.draft_rows)
 
 
 def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:

@@ -136,6 +136,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_drafted = 0
         sequence.hidden = None
+        sequence.draft_rows.clear()
 
 
 def _pending(sequence: Sequence) -> int:

@@ -60,6 +60,7 @@ class Sequence:
             len(token_ids) − 1: the last token has not been fed yet.
         num_drafted: positions 0 … num_drafted − 1 hold valid keys of the draft layer; they follow the target's.
         hidden: the target's hidden rows of positions num_drafted … num_computed − 1, which the draft layer still needs.
+        draft_rows: what the drafter keeps of the sequence; it belongs to the keys in the cache.
         draft_ids: drafts that the next step verifies.
         block_table: ids of the cache blocks.
         num_generated: tokens generated so far.
@@ -79,6 +80,7 @@ class Sequence:
     num_computed: int = 0
     num_drafted: int = 0
     hidden: Tensor | None = None
+    draft_rows: dict[int, Tensor] = field(default_factory=dict)
     draft_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_generated: int = 0

@@ -55,19 +55,31 @@ class MtpModule(nn.Module):
         self.shared_head = SharedHead(config, head, ops)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, rotary: RotaryTable, layout: BatchLayout, cache: LayerCache
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rotary: RotaryTable,
+        layout: BatchLayout,
+        cache: LayerCache,
+        mask_pos0: bool = False,
     ) -> Tensor:
-        """Tokens t[i+1] [T] and hidden rows h[i] [T, H] → rows [T, H] after `shared_head.norm`.
+        """Tokens t[i+1] [T] and hidden rows h[i] [T, H] → rows h'[i] [T, H], before `shared_head.norm`.
 
-        The result feeds `logits` and, as hidden row, the next pass of a chain of drafts.
+        Args:
+            mask_pos0: zeros take the place of the embedding at position 0.
         """
         embedding = F.embedding(token_ids, self.embed_tokens.weight)
+        if mask_pos0:
+            embedding = torch.where((layout.positions == 0)[:, None], 0.0, embedding)
         if self.rot is not None:
             hidden = self.rot(hidden)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        x = self.layer(x, rotary(layout.positions), layout, cache)
-        return self.shared_head.norm(x)
+        return self.layer(x, rotary(layout.positions), layout, cache)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `forward` [N, H] → logits [N, vocab]."""
-        return self.shared_head.head(hidden)
+    def normed(self, rows: Tensor) -> Tensor:
+        """Rows of `forward` [N, H] → rows [N, H] after `shared_head.norm`, which `logits` takes."""
+        return self.shared_head.norm(rows)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Rows of `normed` [N, H] → logits [N, vocab]."""
+        return self.shared_head.head(normed)

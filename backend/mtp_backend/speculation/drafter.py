@@ -1,26 +1,30 @@
-"""Proposing draft tokens with the checkpoint's MTP layer."""
+"""Proposing draft tokens with the checkpoint's MTP layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mtp_backend.cache import KVCache, Span, build_layout
+from mtp_backend.config import SpeculativeConfig
 from mtp_backend.models import Networks
+from mtp_backend.models.mtp import MtpModule
 
 
 @dataclass
 class DraftWork:
-    """What the MTP layer does for one sequence in a draft pass.
+    """What the MTP layers do for one sequence in a draft pass.
 
     Attributes:
         token_ids: t[i+1] for each position i that the target has newly computed.
         hidden: the target's rows h[i] for the same positions, [len(token_ids), H].
         start: the first of these positions.
         block_table: the sequence's blocks; they also hold the positions of the drafts.
-        num_drafts: drafts to propose, 0 to only bring the draft layer's cache up to date.
+        num_drafts: drafts to propose, 0 to only bring the draft layers' cache up to date.
+        kept: rows that the drafter keeps of the sequence for the next pass, which goes on where this one ends.
     """
 
     token_ids: list[int]
@@ -28,41 +32,93 @@ class DraftWork:
     start: int
     block_table: list[int]
     num_drafts: int
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
 
-class MtpDrafter:
-    """Chains of drafts over one MTP layer, which is used again for every draft ("MTP Eagle").
+class Drafter(ABC):
+    """Chains of drafts, each the most likely token of an MTP layer; the modes differ in how the layers are used.
 
-    Drafts are the layer's most likely tokens. The hidden row that a pass hands to the next is the one after
-    `shared_head.norm`, as the layer was trained on rows after the target's final norm. With it goes the selection of
-    sparse attention (`BatchLayout.selection`), which a layer with an indexer uses again or replaces.
+    Args:
+        config: how many drafts, and the row that one layer's pass hands to the next.
+        cache: its last `config.num_draft_layers` layers are the drafts'.
     """
 
-    def __init__(self, networks: Networks, cache: KVCache, block_size: int, device: torch.device) -> None:
-        self._mtp = networks.mtp[0]
+    def __init__(
+        self, config: SpeculativeConfig, networks: Networks, cache: KVCache, block_size: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._modules = networks.mtp
         self._rotary = networks.rotary
-        self._cache = cache.layers[-1]
+        self._caches = cache.layers[-config.num_draft_layers :]
         self._block_size = block_size
         self._device = device
 
+    @abstractmethod
     def propose(self, work: list[DraftWork]) -> list[list[int]]:
-        """Runs the layer over the new positions of all sequences, then one token further per pass.
+        """Runs the layers over the new positions of all sequences, and over drafts of their own.
 
         Returns:
             The drafts of each sequence, `num_drafts` of them.
         """
-        spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
-        hidden, selection = self._forward(
-            [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
+
+    def _forward(
+        self,
+        layer: int,
+        tokens: list[int],
+        hidden: list[Tensor],
+        spans: list[Span],
+        selection: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass of a draft layer.
+
+        Args:
+            selection: of sparse attention (`BatchLayout.selection`), for a layer that uses it again.
+
+        Returns:
+            Rows [tokens, H] before `shared_head.norm`, and the selection that they were made with.
+        """
+        layout = build_layout(spans, self._block_size, self._device)
+        layout.selection = selection
+        rows = self._module(layer)(
+            torch.tensor(tokens, device=self._device),
+            torch.cat(hidden),
+            self._rotary,
+            layout,
+            self._caches[layer],
+            self._config.mask_pos0,
         )
-        ends = torch.tensor([span.length for span in spans]).cumsum(0)
+        return rows, layout.selection
+
+    def _module(self, layer: int) -> MtpModule:
+        return self._modules[layer % len(self._modules)]
+
+    def _carry(self, rows: Tensor, normed: Tensor) -> Tensor:
+        return normed if self._config.mtp_carry == "normed" else rows
+
+
+class EagleDrafter(Drafter):
+    """MTP Eagle: the first MTP layer makes every draft, over one layer of keys.
+
+    The first pass goes over the target's rows; each further one adds a position behind them, with the draft just made
+    and, in place of the target's row, the row that made it. The selection of sparse attention goes from pass to pass:
+    a layer with an indexer uses it again or replaces it.
+    """
+
+    def propose(self, work: list[DraftWork]) -> list[list[int]]:
+        mtp = self._module(0)
+        spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
+        rows, selection = self._forward(
+            0, [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
+        )
         drafts: list[list[int]] = [[] for _ in work]
         chain = [index for index, item in enumerate(work) if item.num_drafts]
         if chain:
+            ends = torch.tensor([span.length for span in spans]).cumsum(0)
             last = (ends[chain] - 1).to(self._device)
-            carry, selection = hidden[last], _rows(selection, last)
+            rows, selection = rows[last], _rows(selection, last)
         while chain:
-            for index, token in zip(chain, self._mtp.logits(carry).argmax(-1).tolist(), strict=True):
+            normed = mtp.normed(rows)
+            for index, token in zip(chain, mtp.logits(normed).argmax(-1).tolist(), strict=True):
                 drafts[index].append(token)
             kept = [row for row, index in enumerate(chain) if len(drafts[index]) < work[index].num_drafts]
             chain = [chain[row] for row in kept]
@@ -73,18 +129,53 @@ class MtpDrafter:
                 steps = [
                     Span(work[index].block_table, position, 1) for index, position in zip(chain, nexts, strict=True)
                 ]
-                carry, selection = self._forward(tokens, [carry[kept]], steps, _rows(selection, kept))
+                carry = self._carry(rows, normed)[kept]
+                rows, selection = self._forward(0, tokens, [carry], steps, _rows(selection, kept))
         return drafts
 
-    def _forward(
-        self, tokens: list[int], hidden: list[Tensor], spans: list[Span], selection: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        layout = build_layout(spans, self._block_size, self._device)
-        layout.selection = selection
-        rows = self._mtp(
-            torch.tensor(tokens, device=self._device), torch.cat(hidden), self._rotary, layout, self._cache
-        )
-        return rows, layout.selection
+
+class VanillaDrafter(Drafter):
+    """MTP Vanilla: draft m comes from MTP layer m, over keys of its own (DeepSeek-V3 report, section 2.2).
+
+    Layer m takes at position i the row that layer m − 1 gave there (layer 0: the target's) and token t[i+1+m]. Its
+    last m positions therefore rest on drafts, and are computed again with the next step's tokens. Layer m − 1 gives
+    the rows for that again too, but for the first of them: that one rests on no draft and is kept.
+    """
+
+    def propose(self, work: list[DraftWork]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in work]
+        rows = [item.hidden for item in work]
+        for layer in range(self._config.num_draft_layers):
+            tokens: list[int] = []
+            hidden: list[Tensor] = []
+            spans: list[Span] = []
+            for item, above, chain in zip(work, rows, drafts, strict=True):
+                start, end = max(0, item.start - layer), item.start + len(item.token_ids)
+                spans.append(Span(item.block_table, start, end - start))
+                tokens += (item.token_ids + chain)[start - end :]  # t[start+1+layer] … and a draft for each layer above
+                if layer:
+                    if item.start >= layer:
+                        hidden.append(item.kept[layer])
+                    # The row of position end − layer, where this layer goes on next time; unused if there is none.
+                    item.kept[layer] = above[-layer:][:1].clone()
+                hidden.append(above)
+            output, _ = self._forward(layer, tokens, hidden, spans)
+            normed = self._module(layer).normed(output)
+            lengths = [span.length for span in spans]
+            rows = self._carry(output, normed).split(lengths)
+            last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
+            for chain, token in zip(drafts, self._module(layer).logits(normed[last]).argmax(-1).tolist(), strict=True):
+                chain.append(token)
+        # The layers' keys need all passes of all sequences, however many drafts are wanted.
+        return [chain[: item.num_drafts] for item, chain in zip(work, drafts, strict=True)]
+
+
+def drafter_for(
+    config: SpeculativeConfig, networks: Networks, cache: KVCache, block_size: int, device: torch.device
+) -> Drafter:
+    """The drafter of the configured mode."""
+    mode = VanillaDrafter if config.use_mtp_vanilla else EagleDrafter
+    return mode(config, networks, cache, block_size, device)
 
 
 def _rows(selection: Tensor | None, rows: Tensor | list[int]) -> Tensor | None:

@@ -28,7 +28,7 @@ from mtp_client.errors import (
     Unavailable,
 )
 from mtp_client.sequence import AsyncSequence, Sequence
-from mtp_client.types import Chunk, Generation, SamplingParams, Step
+from mtp_client.types import Chunk, Generation, Logprob, SamplingParams, Step
 
 __all__ = [
     "AsyncClient",
@@ -39,6 +39,7 @@ __all__ = [
     "DeadlineExceeded",
     "Generation",
     "InvalidArgument",
+    "Logprob",
     "MtpError",
     "NotFound",
     "SamplingParams",

@@ -105,7 +105,18 @@ def _read_output(outputs: Outputs) -> dict[str, Any]:
         "num_draft_tokens": _one(outputs, "total_draft_tokens"),
         "num_accepted_draft_tokens": _one(outputs, "total_accepted_draft_tokens"),
         "num_spec_steps": _one(outputs, "num_spec_steps"),
+        "logprobs": _logprobs(outputs, "logprobs"),
+        "cumulative_logprob": _one(outputs, "cumulative_logprob") if "cumulative_logprob" in outputs else None,
+        "prompt_logprobs": _logprobs(outputs, "prompt_logprobs"),
     }
+
+
+def _logprobs(outputs: Outputs, name: str) -> list[dict[int, Any] | None] | None:
+    """JSON has texts for keys; they are token ids."""
+    if name not in outputs:
+        return None
+    rows = json.loads(_text(outputs, name))
+    return [row and {int(token): value for token, value in row.items()} for row in rows]
 
 
 def _flat(outputs: Outputs, name: str) -> list[Any]:

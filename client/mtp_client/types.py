@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -20,11 +20,30 @@ class SamplingParams(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    allowed_token_ids: list[int]
+    bad_words: str | list[str]
+    min_tokens: int
     seed: int
     max_tokens: int
     stop: str | list[str]
     stop_token_ids: list[int]
     ignore_eos: bool
+    logprobs: int  # most likely tokens beside each own one; not for sequences
+    prompt_logprobs: int
+    structured_output: dict[str, Any]  # {"json_schema": …}, {"regex": …} or {"ebnf": …}
+
+
+class Logprob(TypedDict):
+    """A token's log-probability, its rank among all tokens (1 is the most likely), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,9 @@ class _Output:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_spec_steps: int
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -49,7 +71,8 @@ class Generation(_Output):
 
     `text` and `token_ids` are the output without the prompt; `finish_reason` is "stop" or
     "length". Counters: tokens of prompt and output, draft tokens verified and accepted,
-    speculative steps.
+    speculative steps. `logprobs` and `prompt_logprobs` hold for each token its own
+    log-probability and the most likely ones, by token id; None unless asked for.
     """
 
 
@@ -57,7 +80,8 @@ class Chunk(_Output):
     """A part of a streamed generation.
 
     `text` and `token_ids` are what is new since the previous chunk; the counters are totals
-    so far. `finish_reason` is "" except in the last chunk.
+    so far. `finish_reason` is "" except in the last chunk. `prompt_logprobs` come with the
+    first one.
     """
 
 

@@ -8,6 +8,7 @@ from mtp_backend import LLM, SamplingParams
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling.noise import sample_seed
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -54,6 +55,28 @@ def test_default_parameters_go_on_to_the_models_limit(deepseek, make_llm, prompt
     output = make_llm(deepseek, 2, max_model_len=32).generate(prompt_of(20))[0]
     assert output.token_ids == greedy(deepseek, prompt_of(20), 24)[: len(output.token_ids)]
     assert (len(output.token_ids), output.finish_reason) == (12, "length") or output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_several_samples(deepseek, k, make_llm, prompt_of):
+    """Each sample is a request of its own; the first has the request's seed, the same seed gives the same samples."""
+    llm, sampling = make_llm(deepseek, k), {"temperature": 1.0, "max_tokens": 10, "ignore_eos": True}
+    prompts = [prompt_of(5), prompt_of(7)]
+    params = [SamplingParams(**sampling, seed=3, n=4), SamplingParams(**sampling, seed=4, n=2)]
+    outputs = llm.generate(prompts, params)
+    assert [output.index for output in outputs] == [0, 1, 2, 3, 0, 1]
+    assert [output.prompt_token_ids for output in outputs] == [prompts[0]] * 4 + [prompts[1]] * 2
+    texts = [tuple(output.token_ids) for output in outputs]
+    assert len(set(texts)) == 6
+    assert list(texts[0]) == llm.generate(prompts[0], SamplingParams(**sampling, seed=3))[0].token_ids
+    again = llm.generate(prompts[0], SamplingParams(**sampling, seed=3, n=2))
+    assert [tuple(output.token_ids) for output in again] == texts[:2]
+    seeds = {sample_seed(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(128)}
+    assert len(seeds) == 3 * 128 and all(0 <= seed < 2**64 for seed in seeds)
+    alone = SamplingParams(**sampling, seed=sample_seed(3, 2))
+    assert llm.generate(prompts[0], alone)[0].token_ids == list(texts[2])
+    with pytest.raises(InvalidArgument, match="^n: got 2; allowed: 1 .*offline API"):
+        llm.engine.new_sequence(prompts[0], SamplingParams(**sampling, n=2))
 
 
 WRONG_PROMPTS = {

@@ -25,7 +25,8 @@ PROMPTS = [
 INTEGERS = {"input_ids", "draft_ids", "step", "epoch"}
 GENERATE_TYPES = {
     "stream": bool, "exclude_input_in_output": bool, "ignore_eos": bool, "max_tokens": np.int32, "temperature": np.float32,
-    "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64,
+    "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64, "min_tokens": np.int32,
+    "repetition_penalty": np.float32, "presence_penalty": np.float32, "frequency_penalty": np.float32,
 }  # fmt: skip
 
 

@@ -118,6 +118,10 @@ SETTINGS = [
     {"temperature": 2.0, "min_p": 0.25, "seed": 2},
     {"temperature": 1.0, "seed": 2**63 - 1},
     {"temperature": 1.0, "seed": 5, "ignore_eos": True},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.5},
+    {"min_tokens": 29, "temperature": 1.5, "seed": 6},
 ]
 
 
@@ -184,6 +188,82 @@ def test_stop_words(triton_server, grpc, alone, stop):
     for way in ways:
         check_answer(grpc.stream(text_input=PROMPTS[0], **way, **PARAMS)[0], wanted)
         check_answer(joined([*grpc.stream(text_input=PROMPTS[0], stream=True, **way, **PARAMS)]), wanted)
+
+
+@pytest.mark.parametrize("bad_words", [["the", "of"], ["and the", "LORD"]], ids=repr)
+def test_bad_words(triton_server, grpc, alone, bad_words):
+    """A tensor of any length, and a list in the JSON object."""
+    wanted = alone(PROMPTS[0], bad_words=bad_words, **PARAMS)
+    assert wanted.token_ids != alone(PROMPTS[0], **PARAMS).token_ids
+    for way in ({"bad_words": bad_words}, {"sampling_parameters": {"bad_words": bad_words}}):
+        check_answer(grpc.stream(text_input=PROMPTS[0], **way, **PARAMS)[0], wanted)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {"300": 5.5, "301": -100}},
+        {"allowed_token_ids": list(range(300, 420))},
+        {"typical_p": 0.5, "temperature": 1.0, "seed": 3},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_parameters_of_the_json_object(triton_server, grpc, alone, params):
+    wanted = alone(PROMPTS[0], **params, **PARAMS)
+    assert wanted.token_ids != alone(PROMPTS[0], **PARAMS).token_ids
+    check_answer(grpc.stream(text_input=PROMPTS[0], sampling_parameters=params, **PARAMS)[0], wanted)
+    given = json.dumps(params)
+    check_answer(generate(triton_server, text_input=PROMPTS[0], sampling_parameters=given, **PARAMS).json(), wanted)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_structured_output(triton_server, grpc, alone, seed):
+    """A JSON schema in the JSON object; streamed and not, over both protocols."""
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"a": number}, "required": ["a"]}
+    params = {"temperature": 1.0, "seed": seed, "structured_output": {"json_schema": schema}}
+    wanted = alone(PROMPTS[seed], **params)
+    assert 0 <= json.loads(wanted.text)["a"] <= 99 and wanted.finish_reason == "stop"
+    check_answer(grpc.stream(text_input=PROMPTS[seed], sampling_parameters=params)[0], wanted)
+    check_answer(joined(grpc.stream(text_input=PROMPTS[seed], stream=True, sampling_parameters=params)), wanted)
+    given = json.dumps(params)
+    check_answer(generate(triton_server, text_input=PROMPTS[seed], sampling_parameters=given).json(), wanted)
+
+
+def described(rows, tokenizer):
+    """Log-probabilities of the offline API as the server writes them."""
+
+    def text(token):
+        return tokenizer.decode([token], skip_special_tokens=False)
+
+    texts = [row and {str(token): (rank, text(token)) for token, (_, rank) in row.items()} for row in rows]
+    values = [logprob for row in rows if row for logprob, _ in row.values()]
+    return texts, pytest.approx(values, abs=1e-4)
+
+
+def test_logprobs(triton_server, grpc, alone, llm):
+    """Only for requests that ask; in a stream each with its token, the prompt's with the first response."""
+    asked = {"logprobs": 2, "prompt_logprobs": 1}
+    wanted = alone(PROMPTS[0], **asked, **SAMPLED)
+
+    def check(text, rows):
+        read = json.loads(text)
+        ranks = [row and {token: (item["rank"], item["decoded_token"]) for token, item in row.items()} for row in read]
+        assert (ranks, [item["logprob"] for row in read if row for item in row.values()]) == described(
+            rows, llm.engine.tokenizer
+        )
+
+    chunks = grpc.stream(text_input=PROMPTS[0], stream=True, sampling_parameters=asked, **SAMPLED)
+    whole = grpc.stream(text_input=PROMPTS[0], sampling_parameters=asked, **SAMPLED)
+    http = generate(triton_server, text_input=PROMPTS[0], parameters=asked, **SAMPLED).json()
+    assert len(chunks) > 1 and ["prompt_logprobs" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    for answers in (chunks, whole, [http]):
+        check(json.dumps([row for answer in answers for row in json.loads(answer["logprobs"])]), wanted.logprobs)
+        check(answers[0]["prompt_logprobs"], wanted.prompt_logprobs)
+        assert answers[-1]["cumulative_logprob"] == pytest.approx(wanted.cumulative_logprob, abs=1e-3)
+    assert not {"logprobs", "prompt_logprobs", "cumulative_logprob"} & set(
+        generate(triton_server, text_input=PROMPTS[0], **SAMPLED).json()
+    )
 
 
 def test_request_id(triton_server):

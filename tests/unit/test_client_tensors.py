@@ -1,8 +1,10 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
-from mtp_client import Client, ServerError, tensors
+from mtp_backend import SamplingParams
+from mtp_client import Client, ServerError, tensors, types
 from mtp_client.sse import EventDecoder
 
 GENERATION = {
@@ -29,6 +31,28 @@ def test_sampling_json():
     assert tensors.sampling_json({"top_k": None}) is None
     given = {"temperature": 0, "stop": ["。"], "stop_token_ids": [1], "ignore_eos": False, "seed": 2**63}
     assert json.loads(tensors.sampling_json(given)) == given
+    assert json.loads(tensors.sampling_json({"logit_bias": {5: 1.5}})) == {"logit_bias": {"5": 1.5}}
+
+
+def test_parameters_are_those_of_the_server():
+    """All but n, of which a server makes 1."""
+    server = {field.name for field in dataclasses.fields(SamplingParams) if field.init}
+    assert set(types.SamplingParams.__annotations__) == server - {"n"}
+
+
+def test_logprobs():
+    item = {"logprob": -0.5, "rank": 1, "decoded_token": "é"}
+    rows = json.dumps([None, {"7": item}])
+    given = {
+        "logprobs": np.array([rows.encode()], dtype=np.object_),
+        "cumulative_logprob": np.array([-0.5], dtype=np.float32),
+        "prompt_logprobs": rows,
+    }
+    generation = tensors.read_generation({**GENERATION, **given})
+    assert generation.logprobs == generation.prompt_logprobs == [None, {7: item}]
+    assert generation.cumulative_logprob == -0.5
+    bare = tensors.read_chunk(GENERATION)
+    assert bare.logprobs is bare.cumulative_logprob is bare.prompt_logprobs is None
 
 
 def test_generate_inputs_have_no_batch_dimension():

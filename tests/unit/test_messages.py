@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+from mtp_backend.sampling.logprobs import Logprob
 from mtp_backend.serving import messages
 from mtp_backend.serving.messages import (
     Bye,
@@ -27,6 +28,20 @@ TO_ENGINE = [
 FROM_ENGINE = [
     Welcome(4096),
     Generated(1, "text", [5], "", 3, 1, 1, 2, 2),
+    Generated(
+        1,
+        "text",
+        [5],
+        "stop",
+        3,
+        1,
+        1,
+        2,
+        2,
+        [{5: Logprob(-0.5, 1), 7: Logprob(-2.0, 2)}],
+        -0.5,
+        [None, {6: Logprob(-9.0, 12)}],
+    ),
     Stepped(2, [5, 6], "x", 1, 9, "stop", 3, 4),
     Proposed(3, []),
     Failed(4, "UNAVAILABLE", "later"),

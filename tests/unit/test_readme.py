@@ -1,9 +1,11 @@
 """The README's tensor tables say what the model configurations say."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from mtp_backend import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,6 +38,16 @@ def test_no_other_tensor_is_documented():
     models = {"main": True, "draft": True, "speculative": True, "generate": False}
     known = {tensor for model, batched in models.items() for tensor in configured(model, batched)}
     assert documented() <= known
+
+
+def test_every_sampling_parameter_is_documented():
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]+ \|$", README, re.MULTILINE))
+    words = {"none": None, "all": None, "drawn": None, "no bound": None, "false": False}
+    for field in dataclasses.fields(SamplingParams):
+        if field.init:
+            default = getattr(SamplingParams(), field.name)
+            shown = rows[field.name]
+            assert (words[shown] if shown in words else float(shown)) == (default if default not in ((), {}) else None)
 
 
 def test_named_files_exist():

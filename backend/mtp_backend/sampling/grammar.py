@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 import xgrammar
@@ -12,6 +13,10 @@ from torch import Tensor
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling.processors import NEVER
 from mtp_backend.sampling.structured import FIELD, StructuredOutput
+
+CONTROLS = set(map(chr, range(0x100, 0x120)))  # how byte-level tokens write the bytes 0 … 31
+CACHE_BYTES = 1 << 28  # of compiled grammars, for each vocabulary
+SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # the library's own place and time before its reasons
 
 
 class GrammarCompiler:
@@ -29,16 +34,15 @@ class GrammarCompiler:
         if decoder.get("type") != "ByteLevel" or not self._end:
             allowed = "nothing: it needs a checkpoint with a byte-level tokenizer and an end-of-sequence token"
             raise InvalidArgument(FIELD, "a grammar", allowed)
-        # Added tokens are control tokens: with an empty text none of them is a part of the output's structure.
+        # A token without text is no part of any output. Added tokens are control tokens.
         texts = [""] * vocab_size
         for text, token in tokenizer.get_vocab(with_added_tokens=False).items():
             texts[token] = text
         for token in tokenizer.get_added_tokens_decoder():
             texts[token] = ""
-        vocabulary = xgrammar.TokenizerInfo(
-            texts, xgrammar.VocabType.BYTE_LEVEL, vocab_size=vocab_size, stop_token_ids=self._end
-        )
-        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=1 << 28)
+        self._compiler = self._compiler_for(texts)
+        # JSON allows control characters between its values only, where the grammar has spaces.
+        self._json_compiler = self._compiler_for(["" if CONTROLS & set(text) else text for text in texts])
 
     def processor(self, wanted: StructuredOutput) -> Grammar:
         """The grammar at its start, for one sequence.
@@ -55,15 +59,21 @@ class GrammarCompiler:
         try:
             compiled = self._compile(wanted)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(SOURCE.sub("", str(error)).split())
             raise InvalidArgument(f"{FIELD}.{wanted.form}", wanted.text, f"a valid one ({reason})") from error
         return Grammar(xgrammar.GrammarMatcher(compiled), self._vocab_size, self._end, reasoning_end)
+
+    def _compiler_for(self, texts: list[str]) -> xgrammar.GrammarCompiler:
+        vocabulary = xgrammar.TokenizerInfo(
+            texts, xgrammar.VocabType.BYTE_LEVEL, vocab_size=self._vocab_size, stop_token_ids=self._end
+        )
+        return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
     def _compile(self, wanted: StructuredOutput) -> xgrammar.CompiledGrammar:
         match wanted.form:
             case "json_schema":
                 # One line as json.dumps writes it: free whitespace could go on for ever.
-                return self._compiler.compile_json_schema(wanted.text, any_whitespace=False)
+                return self._json_compiler.compile_json_schema(wanted.text, any_whitespace=False)
             case "regex":
                 return self._compiler.compile_regex(wanted.text)
             case "ebnf":

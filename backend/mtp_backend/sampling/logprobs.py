@@ -36,7 +36,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list
         token_ids, chosen[:, 0].tolist(), ranks, tokens.tolist(), values.tolist(), strict=True
     ):
         row = {token: Logprob(logprob, rank)}
-        for index, (other, other_logprob) in enumerate(zip(top, top_logprobs, strict=True)):
-            row.setdefault(other, Logprob(other_logprob, index + 1))
+        for other, other_logprob in zip(top, top_logprobs, strict=True):
+            row.setdefault(other, Logprob(other_logprob, top_logprobs.index(other_logprob) + 1))
         rows.append(row)
     return rows

@@ -9,10 +9,12 @@ from typing import Any
 
 from mtp_backend import checks
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling.json_schema import check_schema
 
 FIELD = "structured_output"
 FORMS = ("json_schema", "regex", "ebnf")
 MAX_LENGTH = 65536
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,29 @@ class StructuredOutput:
         return cls(form, text, reasoning_end)
 
 
-def _json_text(schema: Any) -> Any:
-    """A JSON schema as text; what is neither an object nor its text is refused."""
+def _json_text(schema: Any) -> str:
+    """A JSON schema, given as an object or as its text, as text."""
     field = f"{FIELD}.json_schema"
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(parsed, Mapping):
-            return json.dumps(parsed)
-    except (ValueError, TypeError, RecursionError) as error:
+        if not isinstance(parsed, Mapping):
+            raise InvalidArgument(field, schema, "a JSON schema: an object, or its text")
+        depth = _depth(parsed)
+        text = json.dumps(parsed)
+    except RecursionError:
+        depth = float("inf")
+    except (ValueError, TypeError) as error:
         raise InvalidArgument(field, schema, f"a JSON schema ({error})") from None
-    raise InvalidArgument(field, schema, "a JSON schema: an object, or its text")
+    if depth > MAX_DEPTH:
+        raise InvalidArgument(field, f"{depth} levels", f"at most {MAX_DEPTH} levels of objects and lists")
+    check_schema(parsed, field)
+    return text
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists in a JSON value."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
 def _check_text(field: str, value: Any, longest: int) -> None:

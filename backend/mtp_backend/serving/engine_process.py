@@ -173,7 +173,8 @@ class EngineProcess:
             return
         text = sequence.text.take(final)
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + generation.sent :]
-        generation.sent = sequence.num_generated
+        wants_logprobs = sequence.params.logprobs is not None
+        wants_prompt = sequence.params.prompt_logprobs is not None and generation.sent == 0
         answer = Generated(
             generation.message.request,
             text,
@@ -184,7 +185,11 @@ class EngineProcess:
             sequence.counters.num_spec_steps,
             sequence.counters.num_draft_tokens,
             sequence.counters.num_accepted_draft_tokens,
+            sequence.logprobs[generation.sent :] if wants_logprobs else None,
+            sequence.cumulative_logprob if wants_logprobs else None,
+            [None, *sequence.prompt_logprobs] if wants_prompt else None,
         )
+        generation.sent = sequence.num_generated
         self._send(generation.address, answer)
 
     def _fail_all(self, error: MtpError) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from mtp_backend.sampling.logprobs import Logprob
+
 SequenceId = int | str
 
 
@@ -76,7 +78,10 @@ class Welcome(Message):
 
 
 class Generated(Message):
-    """New text of a Generate request; with `stream` false the one answer. Counters are totals so far."""
+    """New text of a Generate request; with `stream` false the one answer. Counters are totals so far.
+
+    Log-probabilities are None unless asked for: of the new tokens, summed so far, and of the prompt with the first.
+    """
 
     request: int
     text: str
@@ -87,6 +92,9 @@ class Generated(Message):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def final(self) -> bool:

@@ -154,6 +154,10 @@ class Role(ABC):
             raise InvalidArgument(field, f"{len(token_ids)} tokens", allowed)
         return token_ids
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Token ids to text, special tokens included; there is a tokenizer, or there were no text to tokenise."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
 
 def role_for(arguments: dict[str, str]) -> Role:
     """Makes the role that a model's configuration names."""

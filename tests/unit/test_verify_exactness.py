@@ -54,30 +54,40 @@ def proposal_of(target, draft, k):
     return proposal, chains, made
 
 
-def thresholds(rule, proposal):
-    """The noise up to which the rule accepts each draft (rejection) or prefix (block), found by halving intervals."""
+def thresholds(verify, others, proposal):
+    """The noise up to which a draft or prefix is accepted, [rows, k], with `others` as the noise of the other ones."""
     rows, k = proposal.draft_ids.shape
-    others = 1e-300 if rule == "rejection" else 1.0  # accepts every other draft, ends at no other prefix
     found = []
     for i in range(k):
         low, high = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
         for _ in range(60):
             uniform = torch.full((rows, k), others, dtype=torch.float64)
             uniform[:, i] = (low + high) / 2
-            accepted, _ = RULES[rule](proposal, uniform, torch.ones(rows, VOCAB))
+            accepted, _ = verify(proposal, uniform, torch.ones(rows, VOCAB))
             inside = accepted > i
             low, high = torch.where(inside, uniform[:, i], low), torch.where(inside, high, uniform[:, i])
         found.append(torch.where(low < 1e-15, 0, high))
     return torch.stack(found, 1).tolist()
 
 
-def law(rule, target, draft, k):
+def joint(proposal):
+    return prefix_probabilities(proposal)[1]
+
+
+def one(proposal):
+    return torch.ones(len(proposal.draft_ids), proposal.draft_ids.shape[1] + 1)
+
+
+def law(rule, target, draft, k, verify=None, scale=None):
     """The distribution of the next k + 1 tokens (those behind the step are the target's), and the mean accepted."""
     proposal, chains, made = proposal_of(target, draft, k)
-    scale = prefix_probabilities(proposal)[1] if rule == "block" else torch.ones(len(chains), k + 1)
+    # Noise of the other drafts: rejection accepts them all, block verification ends at none of them.
+    others = {"rejection": 1e-300, "block": 1.0}[rule]
+    bounds = thresholds(verify or RULES[rule], others, proposal)
+    scale = (scale or {"rejection": one, "block": joint}[rule])(proposal)
     weights = [proposal.next_weights(torch.full((len(chains),), a), scale[:, a]) for a in range(k + 1)]
     output, mean = dict.fromkeys(itertools.product(range(VOCAB), repeat=k + 1), 0.0), 0.0
-    for row, (chain, accept) in enumerate(zip(chains, thresholds(rule, proposal), strict=True)):
+    for row, (chain, accept) in enumerate(zip(chains, bounds, strict=True)):
         for a in range(k + 1):
             if rule == "rejection":
                 number = math.prod(accept[:a]) * (1 - accept[a] if a < k else 1)
@@ -135,13 +145,13 @@ def test_the_papers_example():
     assert law("block", target, draft, 2)[1] == pytest.approx(11 / 9, abs=1e-12)
 
 
-def test_the_check_sees_a_rule_that_compares_products(monkeypatch):
-    """h = s for every prefix, not the last one alone."""
+def products(proposal, uniform, exponential):
+    """Block verification with h = s for every prefix, not the last one alone."""
+    ends = uniform <= joint(proposal)[:, 1:]
+    return (ends * torch.arange(1, ends.shape[1] + 1)).amax(-1), None
 
-    def products(proposal, uniform, exponential):
-        ends = uniform <= prefix_probabilities(proposal)[1][:, 1:]
-        return (ends * torch.arange(1, ends.shape[1] + 1)).amax(-1), torch.zeros(len(ends))
 
-    monkeypatch.setitem(RULES, "block", products)
+@pytest.mark.parametrize("wrong", [{"verify": products}, {"scale": one}], ids=["products", "residual of one token"])
+def test_the_check_sees_wrong_block_rules(wrong):
     target, draft = networks(2, "free", 0)
-    assert farthest(law("block", target, draft, 2)[0], target, 2) > 1e-3
+    assert farthest(law("block", target, draft, 2, **wrong)[0], target, 2) > 1e-3

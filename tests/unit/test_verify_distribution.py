@@ -5,6 +5,7 @@ given rules with known faults and must see each of them.
 """
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def subtract_q_at_the_draft_only(proposal, uniform, noise):
     """The residual of a q that is known at the drafted token alone."""
     accepted, _ = verify_by_rejection(proposal, uniform, noise)
     selected = torch.nn.functional.one_hot(proposal.draft_ids, VOCAB) * proposal.draft_probs
-    known = Proposal(proposal.draft_ids, proposal.num_drafts, selected, proposal.target_probs)
+    known = replace(proposal, draft_probs=selected)
     return accepted, draw(known.next_weights(accepted, torch.ones(len(accepted))), noise)
 
 
@@ -175,6 +176,18 @@ def test_the_harness_sees_a_wrong_rule(rule, sampling):
     chance, far = fit(speculative(rule, target, drafters(SAMPLING[sampling])["no filters"])[0], target)
     assert chance < 1e-6
     assert far > 2.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_harness_sees_drafts_that_are_dropped_for_what_they_are(rule):
+    """Up to the first draft that the target cannot give: the next token is then not drawn from a residual."""
+
+    def without_cut_tokens(proposal, uniform, noise):
+        possible = (proposal.of_drafts()[0] > 0).long().cumprod(-1).sum(-1)
+        return RULES[rule](replace(proposal, num_drafts=possible.minimum(proposal.num_drafts)), uniform, noise)
+
+    target = probabilities(LOGITS, SAMPLING["all"])
+    assert fit(speculative(without_cut_tokens, target, DRAFT_LOGITS.softmax(-1))[0], target)[0] < 1e-6
 
 
 def test_the_harness_sees_noise_that_block_verification_uses_twice():

@@ -6,6 +6,7 @@ from mtp_backend import SamplingParams
 from mtp_backend.sampling.noise import exponential, stream_start
 from mtp_backend.sampling.sampler import sample
 from mtp_backend.speculation import Proposal, verify_by_block, verify_by_rejection
+from mtp_backend.speculation.block import prefix_probabilities
 from mtp_backend.speculation.proposal import draw
 
 torch.set_num_threads(1)
@@ -148,13 +149,20 @@ def test_a_token_without_probability_is_never_accepted(rule, dtype):
         assert p[token.item()] > 0
 
 
+def test_a_product_that_underflows_accepts_nothing():
+    proposal, _, noise = step([1], [[1.0, 1e-40]], [[1.0, 0]] * 2, [0.5])
+    assert verify_by_rejection(proposal, torch.tensor([[2.0**-53]]), noise)[0].item() == 0
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("uniform", [2.0**-53, 0.5, 1 - 2.0**-53])
 def test_equal_distributions_accept_everything(rule, uniform):
     p = [0.1, 0.2, 0.3, 0.4, 0]
     for drafts in ([0, 1, 2], [3, 3, 3]):
-        accepted, token = RULES[rule](*step(drafts, [p] * 3, [p] * 4, [uniform] * 3, [1.0, 1, 1, 1, 1e-30]))
+        arguments = step(drafts, [p] * 3, [p] * 4, [uniform] * 3, [1.0, 1, 1, 1, 1e-30])
+        accepted, token = RULES[rule](*arguments)
         assert accepted.item() == 3 and token.item() == 3
+        assert prefix_probabilities(arguments[0])[0].tolist() == [[1, 1, 1]], "not 0 / 0"
 
 
 @pytest.mark.parametrize("rule", RULES)

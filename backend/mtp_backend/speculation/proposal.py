@@ -15,7 +15,8 @@ class Proposal:
     Row b has n = num_drafts[b] drafts, 0 … k. What stands behind them is padding: any value, never read into another
     row or into a result. Probabilities are those that tokens are really drawn from, after temperature and filters:
     rows of sum 1 in float32 or float64. A draft that was not drawn but chosen (the most likely token, a client's) has
-    the one-hot row of that token as its draft distribution.
+    the one-hot row of that token as its draft distribution. How many drafts there are must not depend on what they
+    are: one that the target cannot give stays, and is refused.
 
     Attributes:
         draft_ids: int64 [B, k].

@@ -19,7 +19,7 @@ class Proposal:
     are: one that the target cannot give stays, and is refused.
 
     Attributes:
-        draft_ids: int64 [B, k].
+        draft_ids: int64 [B, k]; padding is a token or −1.
         num_drafts: int64 [B].
         draft_probs: q, [B, k, V]; row i is the distribution that draft i was drawn from.
         target_probs: p, [B, k + 1, V]; row i is the target's distribution after the committed text and i drafts.

@@ -59,7 +59,7 @@ class LossyRelaxation:
         the same step may not. What follows the begin token may.
 
         Args:
-            draft_ids: int64 [B, k]; behind num_drafts[b] of them is padding.
+            draft_ids: int64 [B, k]; behind num_drafts[b] of them is padding, a token or −1.
             num_drafts: int64 [B].
             target_ids: what the target drew after the committed text and after each draft, int64 [B, k + 1].
             target_probs: softmax of the target's logits, without temperature and filters but with masks, [B, k, V];

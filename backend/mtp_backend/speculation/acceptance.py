@@ -1,4 +1,8 @@
-"""The acceptance rule."""
+"""The acceptance rule for drafts that are proposed with certainty: exact in the text itself.
+
+The text with drafts is the text without them, token for token, greedy or sampled. The rules that use draft
+probabilities (`rejection`, `block`) keep the distribution only, `relaxed` and `synthetic` not even that.
+"""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ class _Output:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_spec_steps: int
+    text_offsets: list[int]
 
     @property
     def acceptance_rate(self) -> float:
@@ -49,7 +50,7 @@ class Generation(_Output):
 
     `text` and `token_ids` are the output without the prompt; `finish_reason` is "stop" or
     "length". Counters: tokens of prompt and output, draft tokens verified and accepted,
-    speculative steps.
+    speculative steps. `text_offsets` is where the text of each token starts, in characters.
     """
 
 
@@ -57,7 +58,8 @@ class Chunk(_Output):
     """A part of a streamed generation.
 
     `text` and `token_ids` are what is new since the previous chunk; the counters are totals
-    so far. `finish_reason` is "" except in the last chunk.
+    so far, and the offsets count from the start of the first chunk. `finish_reason` is ""
+    except in the last chunk.
     """
 
 

@@ -173,6 +173,8 @@ class EngineProcess:
             return
         text = sequence.text.take(final)
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + generation.sent :]
+        # An end token is the last one and was not added to the text.
+        offsets = [*sequence.text.offsets[generation.sent :], len(sequence.text.value)][: len(token_ids)]
         generation.sent = sequence.num_generated
         answer = Generated(
             generation.message.request,
@@ -184,6 +186,7 @@ class EngineProcess:
             sequence.counters.num_spec_steps,
             sequence.counters.num_draft_tokens,
             sequence.counters.num_accepted_draft_tokens,
+            offsets,
         )
         self._send(generation.address, answer)
 

@@ -76,7 +76,10 @@ class Welcome(Message):
 
 
 class Generated(Message):
-    """New text of a Generate request; with `stream` false the one answer. Counters are totals so far."""
+    """New text of a Generate request; with `stream` false the one answer. Counters are totals so far.
+
+    `text_offsets`: where each token's text starts, in characters from the start of the whole output text.
+    """
 
     request: int
     text: str
@@ -87,6 +90,7 @@ class Generated(Message):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    text_offsets: list[int]
 
     @property
     def final(self) -> bool:

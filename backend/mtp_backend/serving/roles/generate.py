@@ -15,8 +15,8 @@ from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
 # Scalar inputs that are sampling parameters of the same name.
 SCALARS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-# Options of the answer, with their defaults.
-OPTIONS = {"stream": False, "exclude_input_in_output": True}
+# Boolean options, with their defaults.
+OPTIONS = {"stream": False, "exclude_input_in_output": True, "add_special_tokens": True}
 # Parameters that Triton's own frontends add: names and beginnings of names.
 RESERVED, RESERVED_PREFIX = "id", "triton_"
 
@@ -39,6 +39,7 @@ class GenerateReply(TritonReply):
             [
                 triton_io.tensor("text_output", text.encode(), object, (1,)),
                 triton_io.tensor("output_ids", message.token_ids, np.int64, (-1,)),
+                triton_io.tensor("text_offsets", message.text_offsets, np.int32, (-1,)),
                 triton_io.tensor("finish_reason", message.finish_reason.encode(), object, (1,)),
                 triton_io.tensor("num_input_tokens", message.num_input_tokens, np.uint32, (1,)),
                 triton_io.tensor("num_output_tokens", message.num_output_tokens, np.uint32, (1,)),
@@ -75,7 +76,7 @@ class GenerateRole(Role):
             value = triton_io.scalar(request, name)
             options[name] = checks.boolean(name, below if value is None else value)
         SamplingParams.from_dict(values)
-        token_ids = self.tokenize("text_input", prompt)
+        token_ids = self.tokenize("text_input", prompt, start=options["add_special_tokens"])
         return (
             lambda number: Generate(number, token_ids, values, options["stream"]),
             GenerateReply(request, echo="" if options["exclude_input_in_output"] else prompt),

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mtp_client.client import Client
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     args = _parser().parse_args(argv)
     try:
+        if args.run is _gateway:
+            return _gateway(args)
         with Client(args.url, args.protocol) as client:
             return args.run(client, args)
     except InvalidArgument as error:
@@ -57,6 +60,19 @@ def _parser() -> argparse.ArgumentParser:
     sequence.set_defaults(run=_sequence)
     health = commands.add_parser("health", parents=[server], help="is the server ready?")
     health.set_defaults(run=_health)
+    gateway = commands.add_parser("gateway", help="serve OpenAI's HTTP interface and a page that shows speculation")
+    gateway.add_argument("--url", help="gRPC host:port of the server; default 127.0.0.1:8001")
+    gateway.add_argument("--model", default="generate", help="model of the server; default generate")
+    gateway.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
+    gateway.add_argument("--port", type=int, default=9000)
+    gateway.add_argument("--api-key", help="key that requests must bring; better in the variable MTP_GATEWAY_API_KEY")
+    gateway.add_argument("--tokenizer", type=Path, metavar="DIR", help="checkpoint whose chat template is used")
+    gateway.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="chat template in place of the checkpoint's"
+    )
+    gateway.add_argument("--served-model-name", metavar="NAME", help="default: the name of --tokenizer DIR, or mtp")
+    gateway.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer")
+    gateway.set_defaults(run=_gateway)
     return parser
 
 
@@ -96,6 +112,14 @@ def _health(client: Client, args: argparse.Namespace) -> int:
     ready = client.is_ready(args.model)
     print(json.dumps({"ready": ready}) if args.json else "ready" if ready else "not ready")
     return 0 if ready else 1
+
+
+def _gateway(args: argparse.Namespace) -> int:
+    try:
+        from mtp_client.gateway import command
+    except ModuleNotFoundError as error:
+        return _fail(f"the gateway needs {error.name}: pip install 'mtp-client[gateway]'", 1)
+    return command.run(args)
 
 
 def _to_json(answer: Generation | Chunk | Step) -> str:

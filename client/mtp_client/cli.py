@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     args = _parser().parse_args(argv)
     try:
-        if args.run is _gateway:
-            return _gateway(args)
-        with Client(args.url, args.protocol) as client:
-            return args.run(client, args)
+        return args.run(args)
     except InvalidArgument as error:
         return _fail(error, 2)
     except MtpError as error:
@@ -55,11 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", parents=[server, sampling], help="generate text")
     generate.add_argument("--stream", action="store_true", help="print the text as it is made")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_connected(_generate))
     sequence = commands.add_parser("sequence", parents=[server, sampling], help="generate step by step")
-    sequence.set_defaults(run=_sequence)
+    sequence.set_defaults(run=_connected(_sequence))
     health = commands.add_parser("health", parents=[server], help="is the server ready?")
-    health.set_defaults(run=_health)
+    health.set_defaults(run=_connected(_health))
     gateway = commands.add_parser("gateway", help="serve OpenAI's HTTP interface and a page that shows speculation")
     gateway.add_argument("--url", help="gRPC host:port of the server; default 127.0.0.1:8001")
     gateway.add_argument("--model", default="generate", help="model of the server; default generate")
@@ -74,6 +71,16 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer")
     gateway.set_defaults(run=_gateway)
     return parser
+
+
+def _connected(command: Callable[[Client, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The command with a client of its own."""
+
+    def run(args: argparse.Namespace) -> int:
+        with Client(args.url, args.protocol) as client:
+            return command(client, args)
+
+    return run
 
 
 def _request(args: argparse.Namespace) -> dict[str, Any]:

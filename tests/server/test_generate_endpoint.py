@@ -180,7 +180,7 @@ def test_text_offsets(triton_server, grpc, llm, alone):
         assert answer["text_offsets"] == [start for chunk in chunks for start in chunk["text_offsets"]] == starts
         # One chunk is one verify step: accepted drafts and one more token.
         accepted = [chunk["total_accepted_draft_tokens"] for chunk in chunks]
-        new = [now - before for before, now in zip([0, *accepted], accepted)]
+        new = [now - before for before, now in zip([0, *accepted], accepted, strict=False)]
         assert [len(chunk["output_ids"]) for chunk in chunks[:-1]] == [count + 1 for count in new[:-1]]
 
 

@@ -31,8 +31,8 @@ MAX_BODY_BYTES = 4 << 20
 _PAGE = Path(__file__).parent / "page"
 # The page needs nothing but its own files and this gateway.
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; img-src data:; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }

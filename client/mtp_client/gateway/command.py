@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-from pathlib import Path
 
 import uvicorn
 

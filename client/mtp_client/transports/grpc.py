@@ -85,6 +85,19 @@ def _no_answer(timeout: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"no answer within {timeout:g} s")
 
 
+async def _next_response(call: Any, timeout: float) -> Any:
+    """Reads from a stream. Unlike `asyncio.wait_for` before Python 3.12, it never loses a
+    cancellation that comes together with the response."""
+    read = asyncio.ensure_future(call.read())
+    try:
+        done, _ = await asyncio.wait([read], timeout=timeout)
+    finally:
+        read.cancel()
+    if not done:
+        raise _no_answer(timeout)
+    return read.result()
+
+
 class GrpcTransport:
     """Blocking transport over one gRPC channel."""
 
@@ -158,12 +171,10 @@ class AsyncGrpcTransport:
         reader = _StreamReader()
         try:
             with translated():
-                while (response := await asyncio.wait_for(call.read(), self._timeout)) is not grpc.aio.EOF:
+                while (response := await _next_response(call, self._timeout)) is not grpc.aio.EOF:
                     if outputs := reader.take(response):
                         yield outputs
                 reader.finish()
-        except asyncio.TimeoutError:
-            raise _no_answer(self._timeout) from None
         finally:
             call.cancel()
 

@@ -148,7 +148,9 @@ def test_what_the_server_gets(client, server):
     server.requests.clear()
     client.completions.create(model="tiny", prompt="a", n=2, seed=7, stop=["x"], extra_body={"top_k": 3})
     client.chat.completions.create(**chat("a", max_completion_tokens=9))
-    first, second, third = sorted(server.requests, key=lambda request: request["sampling_parameters"].item(), reverse=True)
+    first, second, third = sorted(
+        server.requests, key=lambda request: request["sampling_parameters"].item(), reverse=True
+    )
     wanted = {"seed": 8, "stop": ["x"], "top_k": 3, "temperature": 1.0, "max_tokens": 16}
     sampling = [json.loads(request["sampling_parameters"].item()) for request in server.requests]
     assert sorted(sampling, key=lambda one: one.get("seed", 0)) == [
@@ -230,8 +232,13 @@ def test_no_chat_template(server):
 def test_api_key(server):
     with running(server.url, api_key="secret ä") as url:
         for key in (None, "secret", "secret äö", ""):
-            headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}".encode("latin-1")} if key else {})
-            for response in (post(url, headers=headers), httpx.get(f"{url}/v1/models", headers=headers, trust_env=False)):
+            headers = {"Content-Type": "application/json"} | (
+                {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
+            )
+            for response in (
+                post(url, headers=headers),
+                httpx.get(f"{url}/v1/models", headers=headers, trust_env=False),
+            ):
                 assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         right = {"Content-Type": "application/json", "Authorization": "bearer secret ä".encode("latin-1")}
         assert post(url, headers=right).status_code == 200

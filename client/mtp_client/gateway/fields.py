@@ -164,7 +164,7 @@ class Request:
     def seeded(self, choice: int) -> dict[str, Any]:
         """The parameters of one of the n choices: its seed is the request's plus its number."""
         seed = self.sampling.get("seed")
-        derived = type(seed) is int and seed >= 0  # others are for the server to refuse
+        derived = type(seed) is int and 0 <= seed < 2**64  # others are for the server to refuse
         return self.sampling | ({"seed": (seed + choice) % 2**64} if derived else {})
 
 

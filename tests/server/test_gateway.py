@@ -1,10 +1,7 @@
 """The OpenAI gateway in front of the real server, asked by OpenAI's own client."""
 
 import json
-import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import httpx
 import openai
@@ -13,46 +10,12 @@ from mtp_client import Client
 from transformers import AutoTokenizer
 
 from server.helpers import PROMPTS
-from server.running import COMMANDS, ROOT, free_ports, wait_for
+from server.running import ROOT, running_gateway, wait_for
 
-CHECKPOINT = ROOT / "checkpoints" / "deepseek-demo"
 MODEL = "deepseek-demo"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4, "max_tokens": 24}
 EXTENSIONS = {"ignore_eos": True, "return_speculation": True}
-
-
-@contextmanager
-def running_gateway(server, checkpoint, log):
-    """The command, in front of a server; gives its address."""
-    [port] = free_ports(1)
-    command = [COMMANDS / "mtp-client", "gateway", "--url", server.grpc_url, "--tokenizer", checkpoint, "--port", port]
-    url = f"http://127.0.0.1:{port}"
-
-    def ready():
-        assert process.poll() is None, log.read_text()
-        try:
-            return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    with open(log, "w") as output:
-        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
-    try:
-        wait_for(ready, 60, "a gateway")
-        yield url
-        process.send_signal(signal.SIGTERM)
-        process.wait(15)
-        assert "Traceback" not in log.read_text(), log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def gateway(triton_server, tmp_path_factory):
-    with running_gateway(triton_server, CHECKPOINT, tmp_path_factory.mktemp("gateway") / "log") as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +89,7 @@ def test_chat(request, name, tmp_path):
     """A chat is the completion of the prompt that transformers makes of it, with no special token twice."""
     server, checkpoint = (
         request.getfixturevalue(name),
-        CHECKPOINT.parent / {"triton_server": MODEL, "glm_server": "glm-demo"}[name],
+        ROOT / "checkpoints" / {"triton_server": MODEL, "glm_server": "glm-demo"}[name],
     )
     messages = [
         {"role": "user", "content": "In the beginning"},

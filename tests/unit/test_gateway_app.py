@@ -1,103 +1,21 @@
-"""The gateway over HTTP, in front of an in-process server of Triton's protocol."""
+"""The gateway over HTTP: answers, errors of the server, clients that leave, the command."""
 
 import json
 import re
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import httpx
 import openai
 import pytest
 import uvicorn
+from fake_gateway import THINKING, chat, post, running, running_server
 from mtp_client.cli import main
-from mtp_client.gateway import app as gateway_app
-from mtp_client.gateway.app import Gateway, Settings
-from mtp_client.gateway.chat import ChatTemplate
-from test_client_grpc import answer, read
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-THINKING = ["<th", "ink>wh", "y</th", "ink>", "so", "\u2028 it is"]
-
-
-class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Does what the prompt says."""
-
-    def __init__(self):
-        self.requests = []
-        self.open = 0
-        self.released = threading.Event()
-
-    def ModelReady(self, request, context):
-        return service_pb2.ModelReadyResponse(ready=True)
-
-    def ModelStreamInfer(self, requests, context):
-        (request,) = list(requests)
-        self.requests.append(read(request))
-        prompt = self.requests[-1]["text_input"].item().decode()
-        self.open += 1
-        context.add_callback(self.close)
-        errors = {
-            "refused": "top_k: got -5; allowed: >= 0",
-            "unavailable": "UNAVAILABLE: the engine has ended",
-            "breaks": "UNAVAILABLE: the engine has ended",
-        }
-        if prompt == "silent":
-            self.released.wait(10)
-        while prompt == "endless" and context.is_active():
-            yield self.chunk("x")
-            self.released.wait(0.01)
-        if prompt == "breaks":
-            yield self.chunk("a")
-        if prompt in errors:
-            yield service_pb2.ModelStreamInferResponse(error_message=errors[prompt])
-        else:
-            for text in THINKING:
-                yield self.chunk(text)
-            yield self.chunk("", "stop")
-
-    def chunk(self, text, finish_reason=""):
-        return service_pb2.ModelStreamInferResponse(infer_response=answer(text, finish_reason, [1]))
-
-    def close(self):
-        self.open -= 1
-
-    def all_closed(self, seconds=5):
-        end = time.monotonic() + seconds
-        while self.open and time.monotonic() < end:
-            time.sleep(0.01)
-        return self.open == 0
 
 
 @pytest.fixture(scope="module")
 def server():
-    servicer = Servicer()
-    grpc_server = grpc.server(ThreadPoolExecutor(16))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
-    servicer.url = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
-    grpc_server.start()
-    yield servicer
-    servicer.released.set()
-    grpc_server.stop(0).wait()
-
-
-@contextmanager
-def running(url, template="{{ messages[0].content }}", api_key="", timeout=20.0):
-    """The address of a gateway."""
-    chat_template = ChatTemplate(template, {}) if template else None
-    settings = Settings(url, "generate", "tiny", chat_template, api_key, timeout)
-    config = uvicorn.Config(Gateway(settings).app(), port=0, log_level="warning", timeout_graceful_shutdown=2)
-    web = uvicorn.Server(config)
-    thread = threading.Thread(target=web.run)
-    thread.start()
-    while not web.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}"
-    web.should_exit = True
-    thread.join()
+    with running_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +28,6 @@ def gateway(server):
 def client(gateway):
     with openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def post(gateway, path="completions", content=None, headers=None, **body):
-    body = {"model": "tiny", **({"prompt": "a"} if path == "completions" else {}), **body}
-    headers = {"Content-Type": "application/json"} if headers is None else headers
-    content = json.dumps(body) if content is None else content
-    return httpx.post(f"{gateway}/v1/{path}", content=content, headers=headers, timeout=10, trust_env=False)
-
-
-def chat(prompt, **fields):
-    return {"model": "tiny", "messages": [{"role": "user", "content": prompt}], **fields}
 
 
 def test_reasoning(client):
@@ -227,47 +134,6 @@ def test_no_chat_template(server):
         assert response.status_code == 400 and "--chat-template FILE" in response.json()["error"]["message"]
         assert response.json()["error"]["code"] == "no_chat_template"
         assert post(url).status_code == 200
-
-
-def test_api_key(server):
-    with running(server.url, api_key="secret ä") as url:
-        for key in (None, "secret", "secret äö", ""):
-            headers = {"Content-Type": "application/json"} | (
-                {"Authorization": f"Bearer {key}".encode("latin-1")} if key else {}
-            )
-            for response in (
-                post(url, headers=headers),
-                httpx.get(f"{url}/v1/models", headers=headers, trust_env=False),
-            ):
-                assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
-        right = {"Content-Type": "application/json", "Authorization": "bearer secret ä".encode("latin-1")}
-        assert post(url, headers=right).status_code == 200
-        assert httpx.get(f"{url}/", trust_env=False).status_code == 200
-        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "headers", "status", "message"),
-    [
-        (b"{}", {}, 415, "Content-Type"),
-        (b"{}", {"Content-Type": "text/plain"}, 415, "Content-Type"),
-        (b"{}", {"Content-Type": "Application/JSON; charset=utf-8"}, 400, "model: missing"),
-        (b"{", None, 400, "not JSON"),
-        (b"[1]", None, 400, "must be a JSON object"),
-        (b'{"prompt": "\xff"}', None, 400, "not JSON"),
-        (b'{"prompt": "\\ud800"}', None, 400, "not JSON"),
-        (b"[" * 100_000, None, 400, "not JSON"),
-        (b'{"n": ' + b"1" * 5000 + b"}", None, 400, "not JSON"),
-        (b" " * (gateway_app.MAX_BODY_BYTES + 1), None, 413, "larger than"),
-        (b'{"model": "other", "prompt": "a"}', None, 404, "model: got 'other'; allowed: tiny"),
-        (b'{"model": "tiny", "prompt": ["a", "b"], "n": 33}', None, 400, "n: got 33; allowed: at most 64"),
-    ],
-)
-def test_bad_requests(gateway, content, headers, status, message):
-    response = post(gateway, content=content, headers=headers)
-    assert response.status_code == status and message in response.json()["error"]["message"]
-    assert response.json()["error"]["type"] == "invalid_request_error"
-    assert post(gateway).status_code == 200
 
 
 def test_routes(gateway, client):

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from mtp_client.aio import AsyncClient
 from mtp_client.errors import MtpError
 from mtp_client.gateway import fields
 from mtp_client.gateway.answers import Answer, ChatChoice, Choice, CompletionChoice
 from mtp_client.gateway.chat import ChatTemplate
+from mtp_client.gateway.connection import EventStream, is_loopback, read_json, while_connected
 from mtp_client.gateway.errors import ApiError, from_server, invalid
-from mtp_client.gateway.generation import Run, runs
+from mtp_client.gateway.generation import runs
 from mtp_client.gateway.reasoning import OPEN
 
-MAX_BODY_BYTES = 4 << 20
 _PAGE = Path(__file__).parent / "page"
 # The page needs nothing but its own files and this gateway.
 _PAGE_HEADERS = {
@@ -36,7 +33,6 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,7 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._created = int(time.time())
         self._client: AsyncClient
 
     def app(self) -> Starlette:
@@ -96,8 +93,8 @@ class Gateway:
     async def models(self, request: Request) -> Response:
         """The one model."""
         self._authorise(request)
-        model = {"id": self._settings.served_model_name, "object": "model", "created": 0, "owned_by": "mtp_backend"}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = {"id": self._settings.served_model_name, "object": "model", "created": self._created}
+        return JSONResponse({"object": "list", "data": [{**model, "owned_by": "mtp_backend"}]})
 
     async def completions(self, request: Request) -> Response:
         """Continues texts."""
@@ -118,6 +115,9 @@ class Gateway:
 
     def _authorise(self, request: Request) -> None:
         if not self._settings.api_key:
+            # Then only this host can connect; a name of another kind is a site that has its name point here.
+            if not is_loopback(request.url.hostname or ""):
+                raise ApiError(403, "without an API key the gateway answers to loopback addresses only")
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._settings.api_key.encode()):
@@ -127,7 +127,7 @@ class Gateway:
 
     async def _read(self, request: Request, table: Mapping[str, fields.Field], required: str) -> fields.Request:
         self._authorise(request)
-        asked = fields.read(await _json(request), table, required)
+        asked = fields.read(await read_json(request), table, required)
         served = self._settings.served_model_name
         if asked.own["model"] != served:
             message = f"model: got {asked.own['model']!r}; allowed: {served}"
@@ -168,61 +168,13 @@ class Gateway:
         emitted = runs(streams)
         try:
             if not asked.stream:
-                return JSONResponse(await _while_connected(request, answer.whole(emitted)))
+                return JSONResponse(await while_connected(request, answer.whole(emitted)))
             # The status is sent with the first run, so that a refused request has an error's.
-            first = await _while_connected(request, anext(emitted))
+            first = await while_connected(request, anext(emitted))
         except MtpError as error:
             raise to_api_error(error) from error
         events = answer.events(first, emitted, asked.include_usage, to_api_error)
-        return _EventStream(events, emitted)
-
-
-class _EventStream(StreamingResponse):
-    """Sends events; when the client leaves, or at the end, the generations are closed."""
-
-    def __init__(self, events: AsyncGenerator[bytes, None], emitted: AsyncGenerator[Run, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._emitted = emitted
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._emitted):
-            await super().__call__(scope, receive, send)
-
-
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves: that raises ClientDisconnect."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientDisconnect
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _json(request: Request) -> Any:
-    """The body. Its type must be JSON's, which a page of another site cannot send without being allowed to."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must have Content-Type: application/json")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        value = json.loads(body.decode())
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    return value
+        return EventStream(events, emitted)
 
 
 def _error_response(error: ApiError) -> Response:

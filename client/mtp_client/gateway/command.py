@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 
 import uvicorn
@@ -11,6 +10,7 @@ import uvicorn
 from mtp_client.errors import InvalidArgument
 from mtp_client.gateway import chat
 from mtp_client.gateway.app import Gateway, Settings
+from mtp_client.gateway.connection import is_loopback
 from mtp_client.transports import default_url
 
 _API_KEY_VARIABLE = "MTP_GATEWAY_API_KEY"
@@ -20,7 +20,7 @@ _STOP_S = 5  # for answers in progress when the gateway is told to end
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it. Raises InvalidArgument for wrong options."""
     api_key = args.api_key or os.environ.get(_API_KEY_VARIABLE, "")
-    if not api_key and not _is_loopback(args.host):
+    if not api_key and not is_loopback(args.host):
         allowed = f"a loopback address, or any with --api-key or {_API_KEY_VARIABLE}"
         raise InvalidArgument(f"--host: got {args.host!r}; allowed: {allowed}")
     settings = Settings(
@@ -33,10 +33,3 @@ def run(args: argparse.Namespace) -> int:
     )
     uvicorn.run(Gateway(settings).app(), host=args.host, port=args.port, timeout_graceful_shutdown=_STOP_S)
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

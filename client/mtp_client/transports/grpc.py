@@ -22,9 +22,14 @@ from mtp_client.tensors import Outputs
 from mtp_client.transports import server_timeout_us
 from mtp_client.types import SequenceRequest
 
-_CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-# Streams do not ask for gRPC codes by the header `triton_grpc_error`: it makes servers of release 24.10 crash after a few
-# hundred failed requests. The message of an error names its code.
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # gRPC's default is 2 minutes, in which a server that is back is still called unavailable.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+# Streams do not ask for gRPC codes by the header `triton_grpc_error`: it makes servers of release 24.10 crash after a
+# few hundred failed requests. The message of an error names its code.
 
 
 def _message(model: str, inputs: dict[str, np.ndarray], parameters: dict[str, Any]) -> service_pb2.ModelInferRequest:

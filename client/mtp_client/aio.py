@@ -30,20 +30,32 @@ class AsyncClient:
         self._timeout = timeout
         self._transport = _TRANSPORTS[protocol](url or default_url(protocol), timeout)
 
-    async def generate(self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]) -> Generation:
+    async def generate(
+        self,
+        prompt: str,
+        *,
+        model: str = "generate",
+        add_special_tokens: bool = True,
+        **params: Unpack[SamplingParams],
+    ) -> Generation:
         """See `Client.generate`. Cancelling the task cancels the request."""
-        inputs = tensors.generate_inputs(prompt, False, params)
+        inputs = tensors.generate_inputs(prompt, False, params, add_special_tokens=add_special_tokens)
         return tensors.read_generation(await self._transport.generate(model, inputs))
 
     def stream(
-        self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]
+        self,
+        prompt: str,
+        *,
+        model: str = "generate",
+        add_special_tokens: bool = True,
+        **params: Unpack[SamplingParams],
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.stream`.
 
         Leaving an `async for` early does not close its iterator: use `contextlib.aclosing`, or
         call `aclose()`, to cancel the request at once.
         """
-        inputs = tensors.generate_inputs(prompt, True, params)
+        inputs = tensors.generate_inputs(prompt, True, params, add_special_tokens=add_special_tokens)
 
         async def chunks() -> AsyncGenerator[Chunk, None]:
             async with aclosing(self._transport.stream(model, inputs)) as answers:

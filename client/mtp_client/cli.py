@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mtp_client.client import Client
@@ -20,8 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     args = _parser().parse_args(argv)
     try:
-        with Client(args.url, args.protocol) as client:
-            return args.run(client, args)
+        return args.run(args)
     except InvalidArgument as error:
         return _fail(error, 2)
     except MtpError as error:
@@ -52,12 +52,35 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", parents=[server, sampling], help="generate text")
     generate.add_argument("--stream", action="store_true", help="print the text as it is made")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_connected(_generate))
     sequence = commands.add_parser("sequence", parents=[server, sampling], help="generate step by step")
-    sequence.set_defaults(run=_sequence)
+    sequence.set_defaults(run=_connected(_sequence))
     health = commands.add_parser("health", parents=[server], help="is the server ready?")
-    health.set_defaults(run=_health)
+    health.set_defaults(run=_connected(_health))
+    gateway = commands.add_parser("gateway", help="serve OpenAI's HTTP interface and a page that shows speculation")
+    gateway.add_argument("--url", help="gRPC host:port of the server; default 127.0.0.1:8001")
+    gateway.add_argument("--model", default="generate", help="model of the server; default generate")
+    gateway.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
+    gateway.add_argument("--port", type=int, default=9000)
+    gateway.add_argument("--api-key", help="key that requests must bring; better in the variable MTP_GATEWAY_API_KEY")
+    gateway.add_argument("--tokenizer", type=Path, metavar="DIR", help="checkpoint whose chat template is used")
+    gateway.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="chat template in place of the checkpoint's"
+    )
+    gateway.add_argument("--served-model-name", metavar="NAME", help="default: the name of --tokenizer DIR, or mtp")
+    gateway.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer")
+    gateway.set_defaults(run=_gateway)
     return parser
+
+
+def _connected(command: Callable[[Client, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The command with a client of its own."""
+
+    def run(args: argparse.Namespace) -> int:
+        with Client(args.url, args.protocol) as client:
+            return command(client, args)
+
+    return run
 
 
 def _request(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,6 +119,14 @@ def _health(client: Client, args: argparse.Namespace) -> int:
     ready = client.is_ready(args.model)
     print(json.dumps({"ready": ready}) if args.json else "ready" if ready else "not ready")
     return 0 if ready else 1
+
+
+def _gateway(args: argparse.Namespace) -> int:
+    try:
+        from mtp_client.gateway import command
+    except ModuleNotFoundError as error:
+        return _fail(f"the gateway needs {error.name}: pip install 'mtp-client[gateway]'", 1)
+    return command.run(args)
 
 
 def _to_json(answer: Generation | Chunk | Step) -> str:

@@ -35,19 +35,35 @@ class Client:
         self._timeout = timeout
         self._transport = _TRANSPORTS[protocol](url or default_url(protocol), timeout)
 
-    def generate(self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]) -> Generation:
-        """Generates the whole answer. Raises MtpError; TypeError for an unknown parameter."""
-        inputs = tensors.generate_inputs(prompt, False, params)
+    def generate(
+        self,
+        prompt: str,
+        *,
+        model: str = "generate",
+        add_special_tokens: bool = True,
+        **params: Unpack[SamplingParams],
+    ) -> Generation:
+        """Generates the whole answer.
+
+        `add_special_tokens`: False for a prompt that holds the tokens a text starts with, as a
+        rendered chat template does. Raises MtpError; TypeError for an unknown parameter.
+        """
+        inputs = tensors.generate_inputs(prompt, False, params, add_special_tokens=add_special_tokens)
         return tensors.read_generation(self._transport.generate(model, inputs))
 
     def stream(
-        self, prompt: str, *, model: str = "generate", **params: Unpack[SamplingParams]
+        self,
+        prompt: str,
+        *,
+        model: str = "generate",
+        add_special_tokens: bool = True,
+        **params: Unpack[SamplingParams],
     ) -> Generator[Chunk, None, None]:
         """Yields the answer as it is made. Closing the iterator cancels the request.
 
         Nothing is sent before the first chunk is asked for. Raises as `generate`.
         """
-        inputs = tensors.generate_inputs(prompt, True, params)
+        inputs = tensors.generate_inputs(prompt, True, params, add_special_tokens=add_special_tokens)
 
         def chunks() -> Generator[Chunk, None, None]:
             with closing(self._transport.stream(model, inputs)) as answers:

@@ -42,9 +42,13 @@ def sampling_json(params: Mapping[str, Any]) -> str | None:
     return json.dumps(given, ensure_ascii=False) if given else None
 
 
-def generate_inputs(prompt: str, stream: bool, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def generate_inputs(
+    prompt: str, stream: bool, params: Mapping[str, Any], *, add_special_tokens: bool = True
+) -> dict[str, np.ndarray]:
     """Inputs of the `generate` model, shape [1] each."""
     inputs = {"text_input": string(prompt, shape=(1,)), "stream": np.array([stream])}
+    if not add_special_tokens:
+        inputs["add_special_tokens"] = np.array([False])
     if sampling := sampling_json(params):
         inputs["sampling_parameters"] = string(sampling, shape=(1,))
     return inputs
@@ -105,6 +109,7 @@ def _read_output(outputs: Outputs) -> dict[str, Any]:
         "num_draft_tokens": _one(outputs, "total_draft_tokens"),
         "num_accepted_draft_tokens": _one(outputs, "total_accepted_draft_tokens"),
         "num_spec_steps": _one(outputs, "num_spec_steps"),
+        "text_offsets": _flat(outputs, "text_offsets"),
         "logprobs": _logprobs(outputs, "logprobs"),
         "cumulative_logprob": _one(outputs, "cumulative_logprob") if "cumulative_logprob" in outputs else None,
         "prompt_logprobs": _logprobs(outputs, "prompt_logprobs"),

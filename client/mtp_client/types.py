@@ -56,6 +56,7 @@ class _Output:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_spec_steps: int
+    text_offsets: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -71,7 +72,8 @@ class Generation(_Output):
 
     `text` and `token_ids` are the output without the prompt; `finish_reason` is "stop" or
     "length". Counters: tokens of prompt and output, draft tokens verified and accepted,
-    speculative steps. `logprobs` and `prompt_logprobs` hold for each token its own
+    speculative steps. `text_offsets` is where the text of each token starts, in characters.
+    `logprobs` and `prompt_logprobs` hold for each token its own
     log-probability and the most likely ones, by token id; None unless asked for.
     """
 
@@ -80,8 +82,8 @@ class Chunk(_Output):
     """A part of a streamed generation.
 
     `text` and `token_ids` are what is new since the previous chunk; the counters are totals
-    so far. `finish_reason` is "" except in the last chunk. `prompt_logprobs` come with the
-    first one.
+    so far, and the offsets count from the start of the first chunk. `finish_reason` is ""
+    except in the last chunk. `prompt_logprobs` come with the first one.
     """
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from server.helpers import PROMPTS, Connection, tokens
-from server.running import ROOT
+from server.running import ROOT, running_gateway
 
 
 @pytest.fixture(params=["grpc", "http"])
@@ -14,6 +14,14 @@ def connection(request, triton_server):
 def grpc(triton_server):
     with Connection(triton_server) as connection:
         yield connection
+
+
+@pytest.fixture(scope="session")
+def gateway(triton_server, tmp_path_factory):
+    """Address of an OpenAI gateway."""
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with running_gateway(triton_server, ROOT / "checkpoints" / "deepseek-demo", log) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ PROMPTS = [
 ]
 INTEGERS = {"input_ids", "draft_ids", "step", "epoch"}
 GENERATE_TYPES = {
-    "stream": bool, "exclude_input_in_output": bool, "ignore_eos": bool, "max_tokens": np.int32, "temperature": np.float32,
+    "stream": bool, "exclude_input_in_output": bool, "add_special_tokens": bool, "ignore_eos": bool,
+    "max_tokens": np.int32, "temperature": np.float32,
     "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64, "min_tokens": np.int32,
     "repetition_penalty": np.float32, "presence_penalty": np.float32, "frequency_penalty": np.float32,
 }  # fmt: skip
@@ -67,7 +68,7 @@ def values(tensors):
     read = {}
     for name, array in tensors.items():
         flat = np.asarray(array).reshape(-1).tolist()
-        if not name.endswith("_ids"):
+        if not name.endswith(("_ids", "_offsets")):
             [flat] = flat
         read[name] = flat.decode() if isinstance(flat, bytes) else flat
     return read

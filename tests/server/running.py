@@ -208,3 +208,30 @@ def running_server(values="deepseek-demo.toml", plain=False, **overrides):
         server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def running_gateway(server, checkpoint, log):
+    """Runs `mtp-client gateway` in front of a server, with a checkpoint's chat template; gives its address."""
+    [port] = free_ports(1)
+    command = [COMMANDS / "mtp-client", "gateway", "--url", server.grpc_url, "--tokenizer", checkpoint, "--port", port]
+
+    def ready():
+        assert process.poll() is None, log.read_text()
+        try:
+            with socket.create_connection(("127.0.0.1", int(port)), timeout=5):
+                return True
+        except OSError:
+            return False
+
+    with open(log, "w") as output:
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
+    try:
+        wait_for(ready, START_SECONDS, "a gateway")
+        yield f"http://127.0.0.1:{port}"
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_SECONDS)
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        process.kill()
+        process.wait()

@@ -173,6 +173,40 @@ def test_exclude_input_in_output(triton_server, grpc, alone):
         assert generate(triton_server, **body, **PARAMS).json()["text_output"] == echo + wanted
 
 
+def test_text_offsets(triton_server, grpc, llm, alone):
+    """Slices of the text at the offsets are the texts of the tokens; a stream's offsets count from its start."""
+    for params in (SAMPLED, {"max_tokens": 20, "stop": ["Moses"]}):
+        wanted = alone(PROMPTS[0], **params)
+        tokens = [llm.engine.tokenizer.decode([token]) for token in wanted.token_ids]
+        starts = [len("".join(tokens[:count])) for count in range(len(tokens))]
+        [answer] = grpc.stream(text_input=PROMPTS[0], sampling_parameters=params)
+        chunks = grpc.stream(text_input=PROMPTS[0], stream=True, sampling_parameters=params)
+        assert answer["text_offsets"] == [start for chunk in chunks for start in chunk["text_offsets"]] == starts
+        # One chunk is one verify step: accepted drafts and one more token.
+        accepted = [chunk["total_accepted_draft_tokens"] for chunk in chunks]
+        new = [now - before for before, now in zip([0, *accepted], accepted, strict=False)]
+        assert [len(chunk["output_ids"]) for chunk in chunks[:-1]] == [count + 1 for count in new[:-1]]
+
+
+def test_offset_of_the_end_token(grpc, alone):
+    """The end token has no text: it starts at the end."""
+    [answer] = grpc.stream(
+        text_input=PROMPTS[0], sampling_parameters={"stop_token_ids": alone(PROMPTS[0], max_tokens=3).token_ids[2:]}
+    )
+    assert answer["finish_reason"] == "stop" and len(answer["output_ids"]) == 3
+    assert answer["text_offsets"][-1] == len(answer["text_output"])
+
+
+def test_add_special_tokens(triton_server, grpc, llm, alone):
+    """Without it the prompt is the text alone, as a rendered chat template wants it."""
+    begin, *prompt = llm.engine.tokenizer.encode(PROMPTS[0]).ids
+    assert prompt == llm.engine.tokenizer.encode(PROMPTS[0], add_special_tokens=False).ids
+    check_answer(grpc.stream(text_input=PROMPTS[0], add_special_tokens=False, **PARAMS)[0], alone(prompt, **PARAMS))
+    text = llm.engine.tokenizer.id_to_token(begin) + PROMPTS[0]
+    answer = generate(triton_server, text_input=text, add_special_tokens=False, **PARAMS).json()
+    check_answer(answer, alone(PROMPTS[0], **PARAMS))
+
+
 @pytest.mark.parametrize("stop", [["unto him"], ["zzz", "unto"], ["LORD s"], ["d"], []], ids=repr)
 def test_stop_words(triton_server, grpc, alone, stop):
     """A tensor of any length, and a list or a string in the JSON object; a stream never shows the stop string."""

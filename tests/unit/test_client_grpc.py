@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from mtp_client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, SequenceLost, ServerError, Unavailable
+from mtp_client.transports.grpc import _next_response
 from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
 
 DATATYPES = {"O": "BYTES", "int64": "INT64", "int32": "INT32", "uint32": "UINT32"}
@@ -30,7 +31,8 @@ def answer(text, finish_reason, output_ids):
     one = dict.fromkeys(["num_input_tokens", "num_output_tokens"], ([1], [2], "uint32"))
     one |= dict.fromkeys(["total_draft_tokens", "total_accepted_draft_tokens", "num_spec_steps"], ([1], [1], "int32"))
     texts = {"text_output": ([1], [text], "O"), "finish_reason": ([1], [finish_reason], "O")}
-    return respond({**texts, "output_ids": ([len(output_ids)], output_ids, "int64"), **one})
+    ids = {"output_ids": ([len(output_ids)], output_ids, "int64"), "text_offsets": ([1], [0], "int32")}
+    return respond({**texts, **ids, **one})
 
 
 def read(request):
@@ -244,3 +246,25 @@ def test_is_ready(server, kind):
     assert call(server, kind, "is_ready", "missing") is False
     server.url = "127.0.0.1:1"
     assert call(server, kind, "is_ready") is False
+
+
+def test_cancellation_that_comes_with_a_response():
+    """The task is cancelled when the response has arrived but has not been taken yet."""
+
+    async def run():
+        arrival = asyncio.get_running_loop().create_future()
+
+        class Call:
+            async def read(self):
+                return await arrival
+
+        reading = asyncio.create_task(_next_response(Call(), 5))
+        await asyncio.sleep(0.01)
+        arrival.set_result("response")
+        await asyncio.sleep(0)
+        assert not reading.done()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(run())

@@ -16,6 +16,7 @@ GENERATION = {
     "total_draft_tokens": np.array([4], dtype=np.int32),
     "total_accepted_draft_tokens": np.array([1], dtype=np.int32),
     "num_spec_steps": np.array([2], dtype=np.int32),
+    "text_offsets": np.array([0, 1], dtype=np.int32),
 }
 
 
@@ -61,6 +62,8 @@ def test_generate_inputs_have_no_batch_dimension():
     assert inputs["text_input"].item() == "日本"
     assert inputs["stream"].dtype == bool and inputs["stream"].item() is True
     assert json.loads(inputs["sampling_parameters"].item()) == {"max_tokens": 3}
+    inputs = tensors.generate_inputs("a", False, {}, add_special_tokens=False)
+    assert inputs["add_special_tokens"].dtype == bool and inputs["add_special_tokens"].item() is False
 
 
 def test_sequence_inputs_have_a_batch_dimension():
@@ -88,6 +91,7 @@ def test_read_arrays_and_json_alike():
     assert from_arrays == from_json
     assert (from_arrays.text, from_arrays.token_ids, from_arrays.finish_reason) == ("né", [5, 6], "stop")
     assert from_arrays.acceptance_rate == 0.25
+    assert from_arrays.text_offsets == [0, 1]
 
 
 def test_read_scalars_and_empty():

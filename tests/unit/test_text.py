@@ -174,3 +174,16 @@ def test_long_text_is_decoded_in_a_window():
     tokens = merged("And the LORD said unto Moses 漢字, " * 50)
     assert stream(tokens, tokenizer=Counting())[0] == "And the LORD said unto Moses 漢字, " * 50
     assert max(decoded) < 30
+
+
+def test_offsets():
+    """Each token's text starts where the text before it ends; the bytes of one character start together."""
+    text = IncrementalText(TOKENIZER, [], ())
+    pieces = ["a", " the", "🙂", "b"]
+    for piece in pieces:
+        for token in merged(piece):
+            text.append(token)
+    counts = [len(merged(piece)) for piece in pieces]
+    assert counts[2] > 1
+    assert text.offsets == [0] * counts[0] + [1] * counts[1] + [5] * counts[2] + [6] * counts[3]
+    assert text.value == "a the🙂b"

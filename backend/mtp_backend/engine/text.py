@@ -18,10 +18,16 @@ class IncrementalText:
         tokenizer: the checkpoint's tokenizer.
         prompt_ids: the prompt, whose last tokens are the context of the first new one.
         stop: strings that end the text.
+
+    Attributes:
+        value: the whole text so far.
+        offsets: where the text of each added token starts in `value`; a token that only completes a character has the
+            same start as the one before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], stop: tuple[str, ...]) -> None:
         self.value = ""
+        self.offsets: list[int] = []
         self._tokenizer = tokenizer
         self._stop = stop
         self._ids = prompt_ids[-CONTEXT_TOKENS:]
@@ -34,6 +40,7 @@ class IncrementalText:
 
         With `may_stop` false no stop string is looked for in what the token adds.
         """
+        self.offsets.append(len(self.value))
         self._ids.append(token)
         before = self._decode(self._ids[self._context : self._decoded])
         after = self._decode(self._ids[self._context :])

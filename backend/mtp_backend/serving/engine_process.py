@@ -175,6 +175,8 @@ class EngineProcess:
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + generation.sent :]
         wants_logprobs = sequence.params.logprobs is not None
         wants_prompt = sequence.params.prompt_logprobs is not None and generation.sent == 0
+        # An end token is the last one and was not added to the text.
+        offsets = [*sequence.text.offsets[generation.sent :], len(sequence.text.value)][: len(token_ids)]
         answer = Generated(
             generation.message.request,
             text,
@@ -185,6 +187,7 @@ class EngineProcess:
             sequence.counters.num_spec_steps,
             sequence.counters.num_draft_tokens,
             sequence.counters.num_accepted_draft_tokens,
+            offsets,
             sequence.logprobs[generation.sent :] if wants_logprobs else None,
             sequence.cumulative_logprob if wants_logprobs else None,
             [None, *sequence.prompt_logprobs] if wants_prompt else None,

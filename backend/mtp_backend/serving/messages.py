@@ -81,6 +81,7 @@ class Generated(Message):
     """New text of a Generate request; with `stream` false the one answer. Counters are totals so far.
 
     Log-probabilities are None unless asked for: of the new tokens, summed so far, and of the prompt with the first.
+    `text_offsets`: where each token's text starts, in characters from the start of the whole output text.
     """
 
     request: int
@@ -92,6 +93,7 @@ class Generated(Message):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    text_offsets: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -22,9 +22,14 @@ from mtp_client.tensors import Outputs
 from mtp_client.transports import server_timeout_us
 from mtp_client.types import SequenceRequest
 
-_CHANNEL_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-# Streams do not ask for gRPC codes by the header `triton_grpc_error`: it makes servers of release 24.10 crash after a few
-# hundred failed requests. The message of an error names its code.
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # gRPC's default is 2 minutes, in which a server that is back is still called unavailable.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+# Streams do not ask for gRPC codes by the header `triton_grpc_error`: it makes servers of release 24.10 crash after a
+# few hundred failed requests. The message of an error names its code.
 
 
 def _message(model: str, inputs: dict[str, np.ndarray], parameters: dict[str, Any]) -> service_pb2.ModelInferRequest:
@@ -83,6 +88,19 @@ def _only(answers: list[Outputs]) -> Outputs:
 
 def _no_answer(timeout: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"no answer within {timeout:g} s")
+
+
+async def _next_response(call: Any, timeout: float) -> Any:
+    """Reads from a stream. Unlike `asyncio.wait_for` before Python 3.12, it never loses a
+    cancellation that comes together with the response."""
+    read = asyncio.ensure_future(call.read())
+    try:
+        done, _ = await asyncio.wait([read], timeout=timeout)
+    finally:
+        read.cancel()
+    if not done:
+        raise _no_answer(timeout)
+    return read.result()
 
 
 class GrpcTransport:
@@ -158,12 +176,10 @@ class AsyncGrpcTransport:
         reader = _StreamReader()
         try:
             with translated():
-                while (response := await asyncio.wait_for(call.read(), self._timeout)) is not grpc.aio.EOF:
+                while (response := await _next_response(call, self._timeout)) is not grpc.aio.EOF:
                     if outputs := reader.take(response):
                         yield outputs
                 reader.finish()
-        except asyncio.TimeoutError:
-            raise _no_answer(self._timeout) from None
         finally:
             call.cancel()
 

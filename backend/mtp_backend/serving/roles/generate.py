@@ -22,8 +22,8 @@ SCALARS = (
 )  # fmt: skip
 # Inputs of several texts, with the sampling parameters that they are.
 TEXTS = {"stop_words": "stop", "bad_words": "bad_words"}
-# Options of the answer, with their defaults.
-OPTIONS = {"stream": False, "exclude_input_in_output": True}
+# Boolean options, with their defaults.
+OPTIONS = {"stream": False, "exclude_input_in_output": True, "add_special_tokens": True}
 # Parameters that Triton's own frontends add: names and beginnings of names.
 RESERVED, RESERVED_PREFIX = "id", "triton_"
 
@@ -48,6 +48,7 @@ class GenerateReply(TritonReply):
             [
                 triton_io.tensor("text_output", text.encode(), object, (1,)),
                 triton_io.tensor("output_ids", message.token_ids, np.int64, (-1,)),
+                triton_io.tensor("text_offsets", message.text_offsets, np.int32, (-1,)),
                 triton_io.tensor("finish_reason", message.finish_reason.encode(), object, (1,)),
                 triton_io.tensor("num_input_tokens", message.num_input_tokens, np.uint32, (1,)),
                 triton_io.tensor("num_output_tokens", message.num_output_tokens, np.uint32, (1,)),
@@ -103,7 +104,7 @@ class GenerateRole(Role):
             value = triton_io.scalar(request, name)
             options[name] = checks.boolean(name, below if value is None else value)
         SamplingParams.from_dict(values)
-        token_ids = self.tokenize("text_input", prompt)
+        token_ids = self.tokenize("text_input", prompt, start=options["add_special_tokens"])
         return (
             lambda number: Generate(number, token_ids, values, options["stream"]),
             GenerateReply(request, "" if options["exclude_input_in_output"] else prompt, self.decode),

@@ -1,0 +1,204 @@
+"""The fields of a request: what the server takes, what the gateway reads itself, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_client.gateway.errors import ApiError, invalid
+
+MAX_CHOICES = 64  # generations of one request: prompts times n
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat goes on to its end
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Goes to the server, which checks it, as the sampling parameter of this name."""
+
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Own:
+    """Read by the gateway. `check` takes the field's name and value and raises ApiError."""
+
+    check: Callable[[str, Any], None]
+
+
+@dataclass(frozen=True)
+class Label:
+    """Says something about the request that has no effect on the answer."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The server cannot do it. `neutral`: values that ask for what it does anyway."""
+
+    neutral: tuple[Any, ...] = ()
+
+
+Field = Passed | Own | Label | Refused
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise invalid(name, value, "true or false")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise invalid(name, value, "a text")
+
+
+def _object(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise invalid(name, value, "a JSON object")
+
+
+def _number_of_choices(name: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
+        raise invalid(name, value, f"an integer in 1 … {MAX_CHOICES}")
+
+
+def _prompts(name: str, value: Any) -> None:
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, list) or not 1 <= len(several) <= MAX_CHOICES:
+        raise invalid(name, value, f"a text, or a list of 1 … {MAX_CHOICES} texts")
+    for prompt in several:
+        if not isinstance(prompt, str):
+            raise invalid(name, prompt, "texts; token ids are not supported")
+
+
+def _messages(name: str, value: Any) -> None:
+    if not isinstance(value, list) or not value:
+        raise invalid(name, value, "a list of at least one message")
+
+
+def _stream_options(name: str, value: Any) -> None:
+    _object(name, value)
+    for key, item in value.items():
+        if key != "include_usage":
+            raise invalid(f"{name}.{key}", item, "nothing: only include_usage is supported")
+        _boolean(f"{name}.{key}", item)
+
+
+_COMMON: dict[str, Field] = {
+    "model": Own(_text),
+    "stream": Own(_boolean),
+    "stream_options": Own(_stream_options),
+    "n": Own(_number_of_choices),
+    "return_speculation": Own(_boolean),  # extension: tokens, offsets and accepted drafts of each answer
+    "temperature": Passed("temperature"),
+    "top_p": Passed("top_p"),
+    "top_k": Passed("top_k"),  # extension
+    "min_p": Passed("min_p"),  # extension
+    "max_tokens": Passed("max_tokens"),
+    "stop": Passed("stop"),
+    "seed": Passed("seed"),
+    "ignore_eos": Passed("ignore_eos"),  # extension
+    "presence_penalty": Refused((0,)),
+    "frequency_penalty": Refused((0,)),
+    "repetition_penalty": Refused((1,)),
+    "logit_bias": Refused(({},)),
+    "response_format": Refused(({"type": "text"},)),
+    "user": Label(),
+}
+COMPLETION: dict[str, Field] = _COMMON | {
+    "prompt": Own(_prompts),
+    "logprobs": Refused(),
+    "best_of": Refused((1,)),
+    "echo": Refused((False,)),
+    "suffix": Refused(("",)),
+}
+CHAT: dict[str, Field] = _COMMON | {
+    "messages": Own(_messages),
+    "chat_template_kwargs": Own(_object),  # extension: variables of the chat template
+    "max_completion_tokens": Passed("max_tokens"),
+    "logprobs": Refused((False,)),
+    "top_logprobs": Refused((0,)),
+    "tools": Refused(([],)),
+    "tool_choice": Refused(("none", "auto")),
+    "parallel_tool_calls": Refused((True, False)),  # without tools they mean the same
+    "functions": Refused(([],)),
+    "function_call": Refused(("none", "auto")),
+    "reasoning_effort": Refused(),
+    "verbosity": Refused(("medium",)),
+    "modalities": Refused((["text"],)),
+    "audio": Refused(),
+    "prediction": Refused(),
+    "web_search_options": Refused(),
+    "moderation": Refused(),
+    "service_tier": Refused(("auto", "default")),
+    "store": Refused((False,)),
+    "metadata": Label(),
+    "safety_identifier": Label(),
+    "prompt_cache_key": Label(),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request.
+
+    `own`: the fields that the gateway reads. `sampling`: the server's parameters.
+    `names`: what the request calls the server's fields, for errors.
+    """
+
+    own: dict[str, Any]
+    sampling: dict[str, Any]
+    names: dict[str, str]
+
+    @property
+    def n(self) -> int:
+        return self.own.get("n", 1)
+
+    @property
+    def stream(self) -> bool:
+        return self.own.get("stream", False)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.own.get("stream_options", {}).get("include_usage", False)
+
+    def seeded(self, choice: int) -> dict[str, Any]:
+        """The parameters of one of the n choices: its seed is the request's plus its number."""
+        seed = self.sampling.get("seed")
+        derived = type(seed) is int and 0 <= seed < 2**64  # others are for the server to refuse
+        return self.sampling | ({"seed": (seed + choice) % 2**64} if derived else {})
+
+
+def read(body: Any, fields: Mapping[str, Field], required: str) -> Request:
+    """Sorts the fields of a request; one that is null counts as left out.
+
+    Raises ApiError naming the field: unknown, refused, missing or wrong. The values that are
+    passed on are checked by the server.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body of the request must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    own: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    names = {"text_input": required}
+    for name, value in given.items():
+        match fields.get(name):
+            case None:
+                raise ApiError(400, f"{name}: unknown field", param=name, code="unknown_parameter")
+            case Refused(neutral) if value not in neutral:
+                raise ApiError(400, f"{name}: not supported by this server", param=name, code="unsupported_parameter")
+            case Own(check):
+                check(name, value)
+                own[name] = value
+            case Passed(parameter):
+                if parameter in sampling:
+                    raise invalid(name, value, f"only one of {names[parameter]} and {name}")
+                sampling[parameter], names[parameter] = value, name
+    for name in ("model", required):
+        if name not in own:
+            raise ApiError(400, f"{name}: missing", param=name, code="missing_required_parameter")
+    if "stream_options" in own and not own.get("stream"):
+        raise invalid("stream_options", own["stream_options"], "only together with stream: true")
+    sampling.setdefault("temperature", 1.0)  # OpenAI's default; the server's own is 0
+    if required == "prompt":
+        sampling.setdefault("max_tokens", _COMPLETION_MAX_TOKENS)
+    return Request(own, sampling, names)

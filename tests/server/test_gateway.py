@@ -1,0 +1,217 @@
+"""The OpenAI gateway in front of the real server, asked by OpenAI's own client."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from mtp_client import Client
+from transformers import AutoTokenizer
+
+from server.helpers import PROMPTS
+from server.running import ROOT, running_gateway, wait_for
+
+MODEL = "deepseek-demo"
+GREEDY = {"temperature": 0, "max_tokens": 24}
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4, "max_tokens": 24}
+EXTENSIONS = {"ignore_eos": True, "return_speculation": True}
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(triton_server):
+    with Client(triton_server.grpc_url) as client:
+        yield client
+
+
+def complete(client, prompt, **params):
+    extensions = {"extra_body": EXTENSIONS}
+    return client.completions.create(model=MODEL, prompt=prompt, **params, **extensions)
+
+
+def usage_of(*generations, prompts=1):
+    """What OpenAI's usage says of the SDK's generations; the prompts are counted once."""
+    accepted = sum(one.num_accepted_draft_tokens for one in generations)
+    tokens = sum(one.num_output_tokens for one in generations)
+    prompt = sum(one.num_input_tokens for one in generations[:: len(generations) // prompts])
+    rejected = sum(one.num_draft_tokens for one in generations) - accepted
+    return (prompt, tokens, prompt + tokens, accepted, rejected)
+
+
+def counts(usage):
+    details = usage.completion_tokens_details
+    return (
+        usage.prompt_tokens, usage.completion_tokens, usage.total_tokens,
+        details.accepted_prediction_tokens, details.rejected_prediction_tokens,
+    )  # fmt: skip
+
+
+def check_stream(chunks, wanted, text_of):
+    """Events of several choices, joined, are the SDK's generations; the last event counts the tokens."""
+    for index, generation in enumerate(wanted):
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        speculation = [choice.speculation for choice in own]
+        assert len(own) > 3
+        assert "".join(map(text_of, own)) == "".join(part["text"] for part in speculation) == generation.text
+        assert [token for part in speculation for token in part["token_ids"]] == generation.token_ids
+        assert [start for part in speculation for start in part["text_offsets"]] == generation.text_offsets
+        accepted = [part["num_accepted_draft_tokens"] for part in speculation]
+        assert sum(accepted) == generation.num_accepted_draft_tokens
+        assert sum(part["num_draft_tokens"] for part in speculation) == generation.num_draft_tokens
+        assert [len(part["token_ids"]) - 1 for part in speculation[:-1]] == accepted[:-1]
+        assert [choice.finish_reason for choice in own] == [*[None] * (len(own) - 1), generation.finish_reason]
+    *others, last = chunks
+    assert counts(last.usage) == usage_of(*wanted) and last.choices == []
+    assert all(chunk.usage is None for chunk in others)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_completions(client, sdk, params):
+    wanted = sdk.generate(PROMPTS[2], ignore_eos=True, **params)
+    whole = complete(client, PROMPTS[2], **params)
+    [choice] = whole.choices
+    assert (choice.text, choice.finish_reason) == (wanted.text, "length")
+    assert choice.speculation["token_ids"] == wanted.token_ids
+    assert counts(whole.usage) == usage_of(wanted)
+    assert wanted.num_accepted_draft_tokens > 0
+    chunks = list(complete(client, PROMPTS[2], stream=True, stream_options={"include_usage": True}, **params))
+    check_stream(chunks, [wanted], lambda choice: choice.text)
+
+
+@pytest.mark.parametrize("name", ["triton_server", "glm_server"])
+def test_chat(request, name, tmp_path):
+    """A chat is the completion of the prompt that transformers makes of it, with no special token twice."""
+    server, checkpoint = (
+        request.getfixturevalue(name),
+        ROOT / "checkpoints" / {"triton_server": MODEL, "glm_server": "glm-demo"}[name],
+    )
+    messages = [
+        {"role": "user", "content": "In the beginning"},
+        {"role": "assistant", "content": "God said"},
+        {"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]},
+    ]
+    flat = [*messages[:2], {"role": "user", "content": PROMPTS[0]}]
+    prompt = AutoTokenizer.from_pretrained(checkpoint).apply_chat_template(
+        flat, tokenize=False, add_generation_prompt=True
+    )
+    with (
+        running_gateway(server, checkpoint, tmp_path / "log") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        Client(server.grpc_url) as sdk,
+    ):
+        wanted = sdk.generate(prompt, add_special_tokens=False, ignore_eos=True, **SAMPLED)
+        asked = {"model": checkpoint.name, "messages": messages, "extra_body": EXTENSIONS, **SAMPLED}
+        whole = client.chat.completions.create(**asked)
+        [choice] = whole.choices
+        assert (choice.message.content, choice.finish_reason) == (wanted.text, "length")
+        assert choice.speculation["token_ids"] == wanted.token_ids
+        assert counts(whole.usage) == usage_of(wanted)
+        chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+        check_stream(chunks, [wanted], lambda choice: choice.delta.content or "")
+
+
+def test_n(client, sdk):
+    """Choice i has the seed plus i; the prompt is counted once."""
+    wanted = [sdk.generate(PROMPTS[1], ignore_eos=True, **SAMPLED | {"seed": 4 + choice}) for choice in range(3)]
+    assert len({one.text for one in wanted}) == 3
+    whole = complete(client, PROMPTS[1], n=3, **SAMPLED)
+    assert [(choice.index, choice.text) for choice in whole.choices] == [(i, one.text) for i, one in enumerate(wanted)]
+    assert counts(whole.usage) == usage_of(*wanted)
+    chunks = list(complete(client, PROMPTS[1], n=3, stream=True, stream_options={"include_usage": True}, **SAMPLED))
+    check_stream(chunks, wanted, lambda choice: choice.text)
+
+
+def test_several_prompts(client, sdk):
+    wanted = [
+        sdk.generate(prompt, ignore_eos=True, **SAMPLED | {"seed": 4 + choice})
+        for prompt in PROMPTS[:2]
+        for choice in (0, 1)
+    ]
+    whole = complete(client, PROMPTS[:2], n=2, **SAMPLED)
+    assert [choice.text for choice in whole.choices] == [one.text for one in wanted]
+    assert counts(whole.usage) == usage_of(*wanted, prompts=2)
+
+
+@pytest.mark.parametrize("stop", ["LORD s", ["zzz", "unto"]], ids=repr)
+def test_stop(client, sdk, stop):
+    wanted = sdk.generate(PROMPTS[0], ignore_eos=True, stop=stop, **GREEDY)
+    assert wanted.finish_reason == "stop"
+    [choice] = complete(client, PROMPTS[0], stop=stop, **GREEDY).choices
+    assert (choice.text, choice.finish_reason) == (wanted.text, "stop")
+    chunks = list(complete(client, PROMPTS[0], stop=stop, stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted.text
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": -1, "n": 3}, "seed"),
+        ({"seed": 2**65}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"extra_body": {"top_k": -5}}, "top_k"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"extra_body": {"ignore_eos": 1}}, "ignore_eos"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "a " * 5000}, "prompt"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ],
+    ids=str,
+)
+def test_errors(client, params, param):
+    """What the server refuses names OpenAI's field."""
+    asked = {"model": MODEL, "prompt": PROMPTS[0], **params}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(stream=stream, **asked)
+        assert caught.value.param == param and caught.value.body["message"].startswith(f"{param}: ")
+
+
+def test_disconnect(gateway, triton_server):
+    """Nothing keeps generating for a client that has left."""
+    for stream in (False, True):
+        body = {"model": MODEL, "prompt": PROMPTS[0], "n": 2, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(trust_env=False) as http:
+            with http.stream("POST", f"{gateway}/v1/completions", json=body, timeout=2) as response:
+                lines = response.iter_lines()
+                next(lines)
+                wait_for(lambda: triton_server.engine_load() > 0.1, 20, "a busy engine")
+                raise httpx.ReadTimeout("left in the middle")
+        wait_for(lambda: triton_server.engine_load() < 0.1, 10, "an idle engine")
+
+
+def test_many_clients(gateway, sdk):
+    """Eight clients at once, wrong requests between them: each gets what it gets alone."""
+
+    def ask(number):
+        prompt, params = PROMPTS[number % 4], SAMPLED | {"seed": number, "max_tokens": 10 + 3 * number}
+        with openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError):
+                complete(client, prompt, **params | {"temperature": -1}, stream=number % 3 == 0)
+            if number % 2:
+                [choice] = complete(client, prompt, **params).choices
+                return choice.speculation["token_ids"]
+            chunks = list(complete(client, prompt, stream=True, **params))
+            return [token for chunk in chunks for token in chunk.choices[0].speculation["token_ids"]]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    for number, token_ids in enumerate(answers):
+        params = SAMPLED | {"seed": number, "max_tokens": 10 + 3 * number}
+        assert token_ids == sdk.generate(PROMPTS[number % 4], ignore_eos=True, **params).token_ids
+
+
+def test_models(client, gateway):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    health = httpx.get(f"{gateway}/health", trust_env=False)
+    assert (health.status_code, json.loads(health.text)) == (200, {"status": "ready"})

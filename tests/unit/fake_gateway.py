@@ -1,0 +1,106 @@
+"""A gateway in this process, in front of an in-process server of Triton's protocol."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import httpx
+import uvicorn
+from mtp_client.gateway.app import Gateway, Settings
+from mtp_client.gateway.chat import ChatTemplate
+from test_client_grpc import answer, read
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+THINKING = ["<th", "ink>wh", "y</th", "ink>", "so", "\u2028 it is"]
+
+
+class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Does what the prompt says."""
+
+    def __init__(self):
+        self.requests = []
+        self.open = 0
+        self.released = threading.Event()
+
+    def ModelReady(self, request, context):
+        return service_pb2.ModelReadyResponse(ready=True)
+
+    def ModelStreamInfer(self, requests, context):
+        (request,) = list(requests)
+        self.requests.append(read(request))
+        prompt = self.requests[-1]["text_input"].item().decode()
+        self.open += 1
+        context.add_callback(self.close)
+        errors = {
+            "refused": "top_k: got -5; allowed: >= 0",
+            "unavailable": "UNAVAILABLE: the engine has ended",
+            "breaks": "UNAVAILABLE: the engine has ended",
+        }
+        if prompt == "silent":
+            self.released.wait(10)
+        while prompt == "endless" and context.is_active():
+            yield self.chunk("x")
+            self.released.wait(0.01)
+        if prompt == "breaks":
+            yield self.chunk("a")
+        if prompt in errors:
+            yield service_pb2.ModelStreamInferResponse(error_message=errors[prompt])
+        else:
+            for text in THINKING:
+                yield self.chunk(text)
+            yield self.chunk("", "stop")
+
+    def chunk(self, text, finish_reason=""):
+        return service_pb2.ModelStreamInferResponse(infer_response=answer(text, finish_reason, [1]))
+
+    def close(self):
+        self.open -= 1
+
+    def all_closed(self, seconds=5):
+        end = time.monotonic() + seconds
+        while self.open and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.open == 0
+
+
+@contextmanager
+def running_server():
+    """The servicer; `url` is its address."""
+    servicer = Servicer()
+    grpc_server = grpc.server(ThreadPoolExecutor(16))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
+    servicer.url = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
+    grpc_server.start()
+    yield servicer
+    servicer.released.set()
+    grpc_server.stop(0).wait()
+
+
+@contextmanager
+def running(url, template="{{ messages[0].content }}", api_key="", timeout=20.0):
+    """The address of a gateway."""
+    chat_template = ChatTemplate(template, {}) if template else None
+    settings = Settings(url, "generate", "tiny", chat_template, api_key, timeout)
+    config = uvicorn.Config(Gateway(settings).app(), port=0, log_level="warning", timeout_graceful_shutdown=2)
+    web = uvicorn.Server(config)
+    thread = threading.Thread(target=web.run)
+    thread.start()
+    while not web.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}"
+    web.should_exit = True
+    thread.join()
+
+
+def post(gateway, path="completions", content=None, headers=None, **body):
+    body = {"model": "tiny", **({"prompt": "a"} if path == "completions" else {}), **body}
+    headers = {"Content-Type": "application/json"} if headers is None else headers
+    content = json.dumps(body) if content is None else content
+    return httpx.post(f"{gateway}/v1/{path}", content=content, headers=headers, timeout=10, trust_env=False)
+
+
+def chat(prompt, **fields):
+    return {"model": "tiny", "messages": [{"role": "user", "content": prompt}], **fields}

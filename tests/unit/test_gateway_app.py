@@ -1,0 +1,179 @@
+"""The gateway over HTTP: answers, errors of the server, clients that leave, the command."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fake_gateway import THINKING, chat, post, running, running_server
+from mtp_client.cli import main
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gateway(server):
+    with running(server.url) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_reasoning(client):
+    whole = client.chat.completions.create(**chat("think"))
+    [choice] = whole.choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("why", "so\u2028 it is")
+    assert (choice.message.role, choice.finish_reason, whole.object) == ("assistant", "stop", "chat.completion")
+    chunks = list(client.chat.completions.create(**chat("think", stream=True)))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "why"
+    assert "".join(delta.content or "" for delta in deltas) == "so\u2028 it is"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [*[None] * (len(chunks) - 1), "stop"]
+    # A completion is the text as it is.
+    assert client.completions.create(model="tiny", prompt="think").choices[0].text == "".join(THINKING)
+
+
+def test_prompt_that_opens_the_reasoning(server):
+    with running(server.url, "{{ messages[0].content }}<think>\n") as url:
+        message = post(url, "chat/completions", **chat("a")).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "<think>why" and message["content"] == "so\u2028 it is"
+
+
+def test_what_the_server_gets(client, server):
+    server.requests.clear()
+    client.completions.create(model="tiny", prompt="a", n=2, seed=7, stop=["x"], extra_body={"top_k": 3})
+    client.chat.completions.create(**chat("a", max_completion_tokens=9))
+    first, second, third = sorted(
+        server.requests, key=lambda request: request["sampling_parameters"].item(), reverse=True
+    )
+    wanted = {"seed": 8, "stop": ["x"], "top_k": 3, "temperature": 1.0, "max_tokens": 16}
+    sampling = [json.loads(request["sampling_parameters"].item()) for request in server.requests]
+    assert sorted(sampling, key=lambda one: one.get("seed", 0)) == [
+        {"max_tokens": 9, "temperature": 1.0}, wanted | {"seed": 7}, wanted,
+    ]  # fmt: skip
+    # A rendered template holds its special tokens.
+    given = [request["add_special_tokens"].item() for request in server.requests if "add_special_tokens" in request]
+    assert given == [False] and "add_special_tokens" in server.requests[-1]
+
+
+def test_events(gateway):
+    """Lines are plain ASCII, so that no reader cuts them at U+2028."""
+    response = post(gateway, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, last, rest = response.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "") and response.text.isascii()
+    events = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert len({(event["id"], event["created"], event["model"], event["object"]) for event in events}) == 1
+    assert [event["usage"] is None for event in events] == [*[True] * len(THINKING), True, False]
+    assert events[-1]["choices"] == []
+
+
+def test_errors_of_the_server(gateway, client, server):
+    for path, body in (("completions", {"prompt": "unavailable"}), ("chat/completions", chat("unavailable"))):
+        for stream in (False, True):
+            response = post(gateway, path, **body, stream=stream)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert response.json()["error"]["type"] == "server_error"
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="top_k: got -5") as caught:
+            client.completions.create(model="tiny", prompt="refused", n=3, stream=stream)
+        assert caught.value.param == "top_k"
+    # An error after the first run is the last event.
+    events = post(gateway, prompt="breaks", stream=True).text.split("\n\n")
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["message"] == "UNAVAILABLE: the engine has ended"
+    with pytest.raises(openai.APIError, match="the engine has ended"):
+        list(client.completions.create(model="tiny", prompt="breaks", stream=True))
+    # Of several generations one that fails ends the others.
+    assert post(gateway, prompt=["endless", "unavailable"]).status_code == 503
+    assert server.all_closed()
+
+
+@pytest.mark.parametrize("prompt", ["silent", "endless"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect(gateway, server, prompt, stream):
+    """A client that leaves, before the first run or later, ends its generations on the server and no others."""
+    assert server.all_closed()
+    body = {"model": "tiny", "prompt": [prompt] * 2, "stream": stream}
+    with httpx.Client(trust_env=False) as http, pytest.raises(httpx.ReadTimeout):
+        with http.stream("POST", f"{gateway}/v1/completions", json=body, timeout=0.3) as response:
+            for _, _ in zip(response.iter_lines(), range(5), strict=False):
+                assert server.open == 2
+            raise httpx.ReadTimeout("left in the middle")
+    assert server.all_closed()
+    assert post(gateway).status_code == 200
+
+
+def test_timeout(server):
+    with running(server.url, timeout=0.2) as url:
+        response = post(url, prompt="silent")
+    assert response.status_code == 504 and "no answer within 0.2 s" in response.json()["error"]["message"]
+
+
+def test_server_that_is_not_there():
+    with running("127.0.0.1:1") as url:
+        health = httpx.get(f"{url}/health", trust_env=False)
+        assert (health.status_code, health.json()) == (503, {"status": "unavailable"})
+        assert post(url).status_code == 503
+
+
+def test_no_chat_template(server):
+    with running(server.url, template=None) as url:
+        response = post(url, "chat/completions", **chat("a"))
+        assert response.status_code == 400 and "--chat-template FILE" in response.json()["error"]["message"]
+        assert response.json()["error"]["code"] == "no_chat_template"
+        assert post(url).status_code == 200
+
+
+def test_routes(gateway, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/docs", 404)):
+        response = httpx.request(method, gateway + path, trust_env=False)
+        assert response.status_code == status and response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_page_needs_nothing_else(gateway):
+    """The page's files name no address but their own; the browser is told to allow no other."""
+    page = httpx.get(f"{gateway}/", trust_env=False)
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    names = re.findall(r'(?:src|href)="([^":]+)"', page.text)
+    assert sorted(names) == ["page.css", "page.js"]
+    for name in names:
+        assert "http" not in re.sub(r"HTTP \$", "", httpx.get(f"{gateway}/{name}", trust_env=False).text, flags=re.I)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host: got '0.0.0.0'; allowed: a loopback address, or any with --api-key"),
+        (["--host", "example.org"], "--host: got 'example.org'"),
+        (["--chat-template", "missing"], "missing: [Errno 2]"),
+        (["--tokenizer", str(Path(__file__).parent)], "tokenizer_config.json"),
+    ],
+)
+def test_command_refuses(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("MTP_GATEWAY_API_KEY", raising=False)
+    assert main(["gateway", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_command(by_option, monkeypatch):
+    """Another address with a key is served."""
+    served = []
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: served.append(options))
+    monkeypatch.setenv("MTP_GATEWAY_API_KEY", "" if by_option else "key")
+    assert main(["gateway", "--host", "0.0.0.0", "--port", "5", *(["--api-key", "key"] if by_option else [])]) == 0
+    assert main(["gateway", *(["--host", "::1"])]) == 0
+    assert [(options["host"], options["port"]) for options in served] == [("0.0.0.0", 5), ("::1", 9000)]

@@ -1,0 +1,118 @@
+"""Fields of requests: what reaches the server, what is refused, and by which name."""
+
+import pytest
+from mtp_client import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, ServerError, Unavailable
+from mtp_client.gateway import fields
+from mtp_client.gateway.errors import ApiError, from_server
+from mtp_client.gateway.fields import Passed, Refused
+
+TABLES = {"prompt": fields.COMPLETION, "messages": fields.CHAT}
+BASE = {"prompt": {"model": "m", "prompt": "a"}, "messages": {"model": "m", "messages": [{}]}}
+
+
+def read(required="prompt", **given):
+    return fields.read(BASE[required] | given, TABLES[required], required)
+
+
+def refusal(required="prompt", **given):
+    with pytest.raises(ApiError) as caught:
+        read(required, **given)
+    return caught.value
+
+
+@pytest.mark.parametrize("required", TABLES)
+def test_every_field(required):
+    """Passed values go on as they are, also wrong ones, which the server refuses; refused ones are named."""
+    for name, field in TABLES[required].items():
+        if isinstance(field, Passed):
+            assert read(required, **{name: "wrong"}).sampling[field.parameter] == "wrong"
+        if isinstance(field, Refused):
+            error = refusal(required, **{name: "wrong"})
+            assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+            assert str(error) == f"{name}: not supported by this server"
+            for neutral in field.neutral:
+                assert read(required, **{name: neutral}) == read(required)
+        assert read(required, **({} if name in BASE[required] else {name: None})) == read(required)
+
+
+def test_defaults():
+    assert read().sampling == {"temperature": 1.0, "max_tokens": 16}
+    assert read("messages").sampling == {"temperature": 1.0}
+    assert read(temperature=0, max_tokens=5).sampling == {"temperature": 0, "max_tokens": 5}
+
+
+def test_seeds():
+    """The first choice has the request's seed; a wrong seed stays wrong, and none is none."""
+    assert [read(n=3, seed=2**64 - 2).seeded(choice)["seed"] for choice in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+    assert [read(n=2, seed="x").seeded(choice)["seed"] for choice in range(2)] == ["x", "x"]
+    for wrong in (-1, 2**64):
+        assert [read(n=2, seed=wrong).seeded(choice)["seed"] for choice in range(2)] == [wrong, wrong]
+    assert "seed" not in read(n=2).seeded(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"nothing": 1}, "nothing"),
+        ({"messages": []}, "messages"),  # of the other endpoint
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": True}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": True}, "n"),
+        ({"return_speculation": "yes"}, "return_speculation"),
+    ],
+)
+def test_refused(given, param):
+    error = refusal(**given)
+    assert (error.status, error.param) == (400, param)
+    assert error.body["error"] == {
+        "message": str(error), "type": "invalid_request_error", "param": param, "code": error.code,
+    }  # fmt: skip
+
+
+def test_refused_chats():
+    assert refusal("messages", messages=[]).param == "messages"
+    assert refusal("messages", chat_template_kwargs=[]).param == "chat_template_kwargs"
+    both = refusal("messages", max_tokens=1, max_completion_tokens=1)
+    assert both.param == "max_completion_tokens" and "only one of max_tokens and" in str(both)
+    with pytest.raises(ApiError, match="must be a JSON object"):
+        fields.read([], fields.CHAT, "messages")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param", "message"),
+    [
+        (InvalidArgument("top_k: got -5; allowed: >= 0"), 400, "top_k", "top_k: got -5; allowed: >= 0"),
+        (InvalidArgument("sampling_parameters.seed: got 1; allowed: x"), 400, "seed", "seed: got 1; allowed: x"),
+        (InvalidArgument("text_input: got ''; allowed: x"), 400, "prompt", "prompt: got ''; allowed: x"),
+        (InvalidArgument("text_input: got 'a\nb'; allowed: x"), 400, "prompt", "prompt: got 'a\nb'; allowed: x"),
+        (InvalidArgument("something else"), 400, None, "something else"),
+        (Unavailable("engine restarted"), 503, None, "engine restarted"),
+        (NotFound("unknown model"), 503, None, "unknown model"),
+        (Cancelled("stopping"), 503, None, "stopping"),
+        (DeadlineExceeded("late"), 504, None, "late"),
+        (ServerError("broken"), 500, None, "broken"),
+    ],
+)
+def test_server_errors(error, status, param, message):
+    found = from_server(error, read().names)
+    assert (found.status, found.param, str(found)) == (status, param, message)
+    assert found.headers == ({"Retry-After": "1"} if status == 503 else {})
+    assert found.body["error"]["type"] == ("invalid_request_error" if status == 400 else "server_error")
+
+
+def test_names_of_server_fields():
+    """An error names the field that the request has."""
+    names = read("messages", max_completion_tokens=0).names
+    assert from_server(InvalidArgument("max_tokens: got 0; allowed: 1 …"), names).param == "max_completion_tokens"
+    assert from_server(InvalidArgument("text_input: got 5000 tokens; allowed: x"), names).param == "messages"

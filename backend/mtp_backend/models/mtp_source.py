@@ -39,9 +39,9 @@ def mtp_source(target: Checkpoint, draft_model: str = "") -> MtpLayout:
         layout.check()
         if not layout.num_modules:
             log.warning(
-                "%s has no MTP layer (num_nextn_predict_layers %s in config.json; no tensor of one in its files). Serving "
-                "without speculation, k = 0. For drafts take a checkpoint that kept its MTP layer, or name a directory "
-                "with one as speculative.draft_model",
+                "%s has no MTP layer (num_nextn_predict_layers %s in config.json; no tensor of one in its files). "
+                "Serving without speculation, k = 0. For drafts take a checkpoint that kept its MTP layer, or name a "
+                "directory with one as speculative.draft_model",
                 target.directory,
                 target.config.get("num_nextn_predict_layers"),
             )

@@ -289,6 +289,7 @@ def drop(directory, **config):
 @pytest.mark.parametrize("name", DEMO)
 def test_no_mtp_layer_serves_without_speculation(name, config, tmp_path, expected, caplog):
     directory = drop(copy(DEMO[name], tmp_path / "checkpoint"), **config)
+    (directory / "quant_model_description.json").write_text('{"is_rot_used": true}')  # dropped with the layer
     with caplog.at_level(logging.WARNING):
         llm = LLM(str(directory), {"num_speculative_tokens": 2}, dtype="float32", num_threads=1, max_model_len=128)
     [record] = caplog.records

@@ -39,12 +39,13 @@ def mtp_source(target: Checkpoint, draft_model: str = "") -> MtpLayout:
     """
     if not draft_model:
         layout = find_mtp(target)
-        layout.check()
-        if not layout.num_modules:
+        if layout.num_modules:
+            layout.check()
+        else:
             log.warning(
-                "%s has no MTP layer (num_nextn_predict_layers %s in config.json; no tensor of one in its files). Serving "
-                "without speculation, k = 0. For drafts take a checkpoint that kept its MTP layer, or name a directory "
-                "with one as speculative.draft_model",
+                "%s has no MTP layer (num_nextn_predict_layers %s in config.json; no tensor of one in its files). "
+                "Serving without speculation, k = 0. For drafts take a checkpoint that kept its MTP layer, or name a "
+                "directory with one as speculative.draft_model",
                 target.directory,
                 target.config.get("num_nextn_predict_layers"),
             )

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
+from mtp_backend.sampling.noise import exponential, stream_start
 from mtp_backend.speculation import DraftWork
 from reference.checkpoints import DEMO, FEATURES, greedy, save_random, transformers_model
 from reference.mtp import MtpReference
@@ -90,6 +91,50 @@ def test_draft_chains(directory, reference, sequences, hidden):
 
 def work_of(sequences, hidden, tables, index, start, end, num_drafts):
     return DraftWork(sequences[index][start + 1 : end + 1], hidden[index][start:end], start, tables[index], num_drafts)
+
+
+@pytest.mark.parametrize("name", DEMO)
+@torch.inference_mode()
+def test_sampled_drafts_are_drawn_with_the_noise_of_their_positions(name):
+    """Draft j behind a text of n tokens is drawn as the target draws the token at position n + j."""
+    params = [SamplingParams(temperature=0.8, seed=7), SamplingParams(temperature=1.3, seed=8), SamplingParams()]
+    paged = Paged(DEMO[name])
+    sequences = [random.Random(length).choices(range(1024), k=length) for length in (9, 14, 6)]
+    tables = [paged.new_table(len(tokens) + 4) for tokens in sequences]
+    hidden = paged.hidden([tokens[:-1] for tokens in sequences], tables, 64)
+    work = [
+        DraftWork(tokens[1:], rows, 0, table, 4, own)
+        for tokens, rows, table, own in zip(sequences, hidden, tables, params, strict=True)
+    ]
+    for tokens, own, (drafts, logits) in zip(sequences, params, propose(paged, work), strict=True):
+        expected = []
+        for index, row in enumerate(logits):
+            if own.temperature:
+                noise = exponential([stream_start(own.seed, len(tokens) + index)], len(row), row.device)[0]
+                row = (row / own.temperature).double().softmax(-1) / noise
+            expected.append(int(row.argmax()))
+        assert drafts == expected
+    assert propose(paged, work)[0][0] != propose(paged, [*work[2:], *work[1:2]])[0][0]
+
+
+@pytest.mark.parametrize("name", DEMO)
+def test_sampled_drafts_are_accepted_more_often_than_the_likeliest(name):
+    """At temperature 1 the likeliest token is accepted with probability Σ p(argmax q): about 0.3 here."""
+    llm = LLM(str(DEMO[name]), {"num_speculative_tokens": 1}, dtype="float32", num_threads=1, max_model_len=256)
+    prompt = Tokenizer.from_file(str(DEMO[name] / "tokenizer.json")).encode(TEXT).ids
+
+    def rate():
+        params = [SamplingParams(max_tokens=60, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(8)]
+        outputs = llm.generate([prompt] * 8, params)
+        drafted = sum(output.num_draft_tokens for output in outputs)
+        return sum(output.num_accepted_draft_tokens for output in outputs) / drafted, [o.token_ids for o in outputs]
+
+    coupled, texts = rate()
+    likeliest = lambda logits, *others: logits.argmax(-1).tolist()  # noqa: E731
+    with patch("mtp_backend.speculation.drafter.sample", likeliest):
+        plain, same_texts = rate()
+    assert texts == same_texts
+    assert coupled > 0.5 > 0.4 > plain
 
 
 @pytest.mark.parametrize("name", DEMO)

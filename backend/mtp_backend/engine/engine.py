@@ -274,7 +274,7 @@ def _draft_work(sequence: Sequence, end: int, num_drafts: int) -> DraftWork:
     """The work of the positions before `end` that the draft layer has not seen."""
     start = sequence.num_drafted
     shifted, hidden = sequence.token_ids[start + 1 : end + 1], sequence.hidden[: end - start]
-    return DraftWork(shifted, hidden, start, sequence.block_table, num_drafts, sequence.draft_rows)
+    return DraftWork(shifted, hidden, start, sequence.block_table, num_drafts, sequence.params, sequence.draft_rows)
 
 
 def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:

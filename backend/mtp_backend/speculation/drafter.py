@@ -12,6 +12,8 @@ from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.config import SpeculativeConfig
 from mtp_backend.models import Networks
 from mtp_backend.models.mtp import MtpModule
+from mtp_backend.sampling import SamplingParams
+from mtp_backend.sampling.sampler import sample
 
 
 @dataclass
@@ -24,6 +26,7 @@ class DraftWork:
         start: the first of these positions.
         block_table: the sequence's blocks; they also hold the positions of the drafts.
         num_drafts: drafts to propose, 0 to only bring the draft layers' cache up to date.
+        params: the request's parameters, by which drafts are drawn.
         kept: rows that the drafter keeps of the sequence for the next pass, which goes on where this one ends.
     """
 
@@ -32,11 +35,17 @@ class DraftWork:
     start: int
     block_table: list[int]
     num_drafts: int
+    params: SamplingParams = SamplingParams()
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Drafter(ABC):
-    """Chains of drafts, each the most likely token of an MTP layer; the modes differ in how the layers are used.
+    """Chains of drafts over MTP layers; the modes differ in how the layers are used.
+
+    A draft is drawn from the layer's distribution with the noise that the target's own draw at that position will have
+    (Daliri, Musco, Suresh 2024, "Coupling without Communication"): where the two distributions are close, both mostly
+    draw the same token, and the draft is accepted. For a greedy request it is the layer's most likely token. Which
+    text comes out does not depend on the drafts.
 
     Args:
         config: how many drafts, and the row that one layer's pass hands to the next.
@@ -89,6 +98,11 @@ class Drafter(ABC):
         )
         return rows, layout.selection
 
+    def _draw(self, logits: Tensor, work: list[DraftWork], index: int) -> list[int]:
+        """Draft number `index` (from 0) of each sequence, from its row of logits."""
+        positions = [item.start + len(item.token_ids) + 1 + index for item in work]
+        return sample(logits, [item.params for item in work], positions)
+
     def _module(self, layer: int) -> MtpModule:
         return self._modules[layer % len(self._modules)]
 
@@ -111,24 +125,27 @@ class EagleDrafter(Drafter):
             0, [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
         )
         drafts: list[list[int]] = [[] for _ in work]
-        chain = [index for index, item in enumerate(work) if item.num_drafts]
+        chain = [number for number, item in enumerate(work) if item.num_drafts]
         if chain:
             ends = torch.tensor([span.length for span in spans]).cumsum(0)
             last = (ends[chain] - 1).to(self._device)
             rows, selection = rows[last], _rows(selection, last)
+        index = 0
         while chain:
             normed = mtp.normed(rows)
-            for index, token in zip(chain, mtp.logits(normed).argmax(-1).tolist(), strict=True):
-                drafts[index].append(token)
-            kept = [row for row, index in enumerate(chain) if len(drafts[index]) < work[index].num_drafts]
+            drawn = self._draw(mtp.logits(normed), [work[number] for number in chain], index)
+            for number, token in zip(chain, drawn, strict=True):
+                drafts[number].append(token)
+            index += 1
+            kept = [row for row, number in enumerate(chain) if index < work[number].num_drafts]
             chain = [chain[row] for row in kept]
             if chain:
                 # The next pass sees the draft just made, at the position after the last one.
-                tokens = [drafts[index][-1] for index in chain]
-                nexts = [spans[index].start + spans[index].length + len(drafts[index]) - 1 for index in chain]
                 steps = [
-                    Span(work[index].block_table, position, 1) for index, position in zip(chain, nexts, strict=True)
+                    Span(spans[number].block_table, spans[number].start + spans[number].length + index - 1, 1)
+                    for number in chain
                 ]
+                tokens = [drafts[number][-1] for number in chain]
                 carry = self._carry(rows, normed)[kept]
                 rows, selection = self._forward(0, tokens, [carry], steps, _rows(selection, kept))
         return drafts
@@ -164,7 +181,8 @@ class VanillaDrafter(Drafter):
             lengths = [span.length for span in spans]
             rows = self._carry(output, normed).split(lengths)
             last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
-            for chain, token in zip(drafts, self._module(layer).logits(normed[last]).argmax(-1).tolist(), strict=True):
+            drawn = self._draw(self._module(layer).logits(normed[last]), work, layer)
+            for chain, token in zip(drafts, drawn, strict=True):
                 chain.append(token)
         # The layers' keys need all passes of all sequences, however many drafts are wanted.
         return [chain[: item.num_drafts] for item, chain in zip(work, drafts, strict=True)]

@@ -13,6 +13,9 @@ from mtp_backend.errors import InvalidArgument
 
 # The attention operations of Ascend take at most 16 query rows of a sequence: the last token and 15 drafts.
 MAX_SPECULATIVE_TOKENS = 15
+# Those that begin with "lossy_" change what a request gets.
+REJECTION_SAMPLE_METHODS = {"strict", "probabilistic", "block", "lossy_relaxed", "lossy_synthetic"}
+SYNTHETIC_FIELDS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,15 @@ class SpeculativeConfig:
         mtp_carry: the hidden row that one draft hands to the next: after ("normed") or before ("raw") the layer's
             `shared_head.norm`.
         mask_pos0: the MTP layers see zeros in place of the embedding at position 0.
+        rejection_sample_method: how drafts are accepted. "strict": where the target itself draws them, so that the
+            text is the one without drafts. "probabilistic" and "block": with the drafts' probabilities, token by token
+            or all together, so that the text has the target's distribution. "lossy_relaxed": while the model thinks
+            also where they are likely enough. "lossy_synthetic": at given rates, for benchmarks.
+        relaxed_topk, relaxed_delta: likely enough is one of the relaxed_topk most likely tokens with a probability at
+            most relaxed_delta below the greatest.
+        begin_thinking_phase_token, end_thinking_phase_token: token ids, or texts of one token.
+        synthetic_acceptance_rates: for each position the share of steps that accept it and all before it.
+        synthetic_acceptance_length: instead of rates, the mean number of tokens of a step.
     """
 
     num_speculative_tokens: int = 1
@@ -37,6 +49,13 @@ class SpeculativeConfig:
     use_mtp_vanilla: bool = False
     mtp_carry: str = "normed"
     mask_pos0: bool = False
+    rejection_sample_method: str = "strict"
+    relaxed_topk: int = 10
+    relaxed_delta: float = 0.6
+    begin_thinking_phase_token: int | str = "<think>"
+    end_thinking_phase_token: int | str = "</think>"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         checks.integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
@@ -46,6 +65,29 @@ class SpeculativeConfig:
         checks.boolean("speculative.use_mtp_vanilla", self.use_mtp_vanilla)
         checks.choice("speculative.mtp_carry", self.mtp_carry, {"normed", "raw"})
         checks.boolean("speculative.mask_pos0", self.mask_pos0)
+        checks.choice("speculative.rejection_sample_method", self.rejection_sample_method, REJECTION_SAMPLE_METHODS)
+        checks.integer("speculative.relaxed_topk", self.relaxed_topk, 1)
+        checks.number("speculative.relaxed_delta", self.relaxed_delta, 0, 1)
+        for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+            value = getattr(self, name)
+            if type(value) not in (int, str) or value in ("", -1):
+                raise InvalidArgument(f"speculative.{name}", value, "a token id or the text of one token")
+        self._check_synthetic()
+
+    def _check_synthetic(self) -> None:
+        """The rates themselves are checked where they are used."""
+        given = [name for name in SYNTHETIC_FIELDS if getattr(self, name) is not None]
+        if given and self.rejection_sample_method != "lossy_synthetic":
+            raise InvalidArgument(
+                f"speculative.{given[0]}",
+                getattr(self, given[0]),
+                "null, without rejection_sample_method lossy_synthetic",
+            )
+
+    @property
+    def uses_draft_probs(self) -> bool:
+        """Whether drafts are accepted with their probabilities."""
+        return self.rejection_sample_method in ("probabilistic", "block")
 
     @property
     def num_draft_layers(self) -> int:

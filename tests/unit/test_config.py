@@ -29,6 +29,13 @@ WRONG_SPECULATIVE = {
     "use_mtp_vanilla": (1, 0, None, "true", [True]),
     "mtp_carry": ("Raw", "", None, True, 1, ["raw"]),
     "mask_pos0": (1, 0, None, "false", [False]),
+    "rejection_sample_method": ("relaxed", "", "Strict", None, 1, ["strict"]),
+    "relaxed_topk": (0, -1, 1.5, True, None, "10"),
+    "relaxed_delta": (-0.1, 1.1, None, "0.6", float("nan")),
+    "begin_thinking_phase_token": ("", None, 1.0, True, -1),
+    "end_thinking_phase_token": ("", None, 1.0, True, -1),
+    "synthetic_acceptance_rates": ((0.5,), [0.5]),
+    "synthetic_acceptance_length": (1.5, 2),
 }
 ALLOWED = {
     "model": "checkpoint directory",
@@ -98,7 +105,7 @@ def test_unknown_key(field):
     with pytest.raises(InvalidArgument, match="no such key; the keys are block_size, ") as error:
         EngineConfig.from_dict({"model": "somewhere", field: 1})
     assert error.value.field == f"engine.{field}"
-    with pytest.raises(InvalidArgument, match="no such key; the keys are draft_model, mask_pos0, method, ") as error:
+    with pytest.raises(InvalidArgument, match="no such key; the keys are begin_thinking_phase_token, draft_model, ") as error:
         EngineConfig.from_dict({"model": "somewhere", "speculative": {field + "x": 1}})
     assert error.value.field == f"speculative.{field}x"
 

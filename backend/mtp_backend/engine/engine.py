@@ -19,13 +19,15 @@ from mtp_backend.engine.scheduler import Scheduled, Scheduler
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
+from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.speculation import DraftWork, count_accepted, drafter_for
+from mtp_backend.sampling.logprobs import token_logprobs
+from mtp_backend.speculation import DraftWork, drafter_for
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Engine:
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
         self.device = torch.device(config.device)
+        self._verifier = Verifier(config.speculative, self.tokenizer, self.device)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
         shapes = model.cache_shapes(num_draft_layers)
@@ -98,6 +101,11 @@ class Engine:
     def num_drafts(self) -> int:
         """Drafts that a step verifies; 0 without speculation, also where the checkpoint has no MTP layer."""
         return self.config.num_drafts
+
+    @property
+    def rejection_sample_method(self) -> str:
+        """The acceptance rule; "strict" without speculation."""
+        return self.config.speculative.rejection_sample_method if self.config.speculative else "strict"
 
     def new_sequence(
         self, prompt_ids: list[int], params: SamplingParams, *, paced: bool = False, with_text: bool = True
@@ -132,8 +140,11 @@ class Engine:
             if self.tokenizer is None:
                 raise InvalidArgument("stop", params.stop, "nothing: the checkpoint has no tokenizer.json")
             text = IncrementalText(self.tokenizer, prompt_ids, params.stop)
+        if params.structured_output is not None and self.rejection_sample_method == "lossy_synthetic":
+            raise InvalidArgument("structured_output", "a grammar", "nothing with lossy_synthetic acceptance")
         processors = self._processing.processors(params, prompt_ids)
-        return Sequence(list(prompt_ids), len(prompt_ids), params, paced=paced, text=text, processors=processors)
+        thinking = self._verifier.thinks_after(prompt_ids)
+        return Sequence(list(prompt_ids), len(prompt_ids), params, paced, text, processors, thinking=thinking)
 
     def check_tokens(self, field: str, token_ids: list[int] | tuple[int, ...]) -> None:
         """Refuses token ids outside the vocabulary."""
@@ -168,7 +179,8 @@ class Engine:
         if sequence.text is not None:
             sequence.text = IncrementalText(self.tokenizer, sequence.token_ids, sequence.params.stop)
         sequence.processors = self._processing.processors(sequence.params, sequence.token_ids)
-        sequence.draft_ids = []
+        sequence.draft_ids, sequence.draft_probs = [], []
+        sequence.thinking = self._verifier.thinks_after(token_ids, sequence.thinking)
         sequence.finish_reason = ""
         sequence.num_generated = 0
 
@@ -181,7 +193,7 @@ class Engine:
         self.check_tokens("draft_ids", draft_ids)
         if len(draft_ids) > self.num_drafts:
             raise InvalidArgument("draft_ids", f"{len(draft_ids)} tokens", f"0 … {self.num_drafts} tokens")
-        sequence.draft_ids = draft_ids[: room_for_drafts(sequence, self.rules)]
+        sequence.draft_ids, sequence.draft_probs = draft_ids[: room_for_drafts(sequence, self.rules)], []
 
     def request_drafts(self, sequence: Sequence) -> None:
         """Asks for the drafts of a paced sequence; the next `step` leaves them in `draft_ids`."""
@@ -202,29 +214,37 @@ class Engine:
         batch = self.scheduler.schedule()
         outputs = []
         if batch:
-            for share, computed in zip(batch, self._runner.run(batch), strict=True):
-                output = self._advance(share, computed)
+            computed, logits = self._runner.run(batch)
+            drawing = [share for share in batch if share.samples]
+            verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
+            for share, done in zip(batch, computed, strict=True):
+                output = self._advance(share, done, next(verdicts) if share.samples else None)
                 if output is not None:
                     outputs.append(output)
         self._draft([share.sequence for share in batch])
         return outputs
 
-    def _advance(self, share: Scheduled, computed: Computed) -> StepOutput | None:
+    def _advance(self, share: Scheduled, computed: Computed, verdict: Verdict | None) -> StepOutput | None:
         """Moves a sequence on by what its share of the batch computed."""
         sequence = share.sequence
         output = None
         num_computed = sequence.num_computed + share.num_tokens
         sequence.prompt_logprobs += computed.prompt_logprobs
-        if share.samples:
-            accepted = count_accepted(share.draft_ids, computed.token_ids)
-            committed = commit(sequence, computed.token_ids[: accepted + 1], self.rules)
-            sequence.logprobs += computed.logprobs[: len(committed)]
+        if verdict is not None:
+            committed = commit(sequence, verdict.token_ids, self.rules)
+            accepted = min(verdict.num_accepted, len(committed))
+            if sequence.params.logprobs is not None:
+                sequence.logprobs += token_logprobs(
+                    computed.logits[: len(committed)], committed, sequence.params.logprobs
+                )
             if share.draft_ids:
-                sequence.counters.record(len(share.draft_ids), min(accepted, len(committed)))
+                num_lossy = sum(index < accepted for index in verdict.lossy)
+                sequence.counters.record(len(share.draft_ids), accepted, num_lossy)
+            sequence.thinking = self._verifier.thinks_after(committed, sequence.thinking)
             # Rejected drafts are rolled back by length: their cache slots are written again by the next step.
             num_computed = len(sequence.token_ids) - 1
-            sequence.draft_ids = []
-            output = StepOutput(sequence, committed, min(accepted, len(committed)))
+            sequence.draft_ids, sequence.draft_probs = [], []
+            output = StepOutput(sequence, committed, accepted)
         if self._drafter is not None:
             rows = computed.hidden[: num_computed - sequence.num_computed]
             if sequence.hidden is not None:
@@ -256,9 +276,9 @@ class Engine:
         work |= {sequence: _draft_work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}
         if not work:
             return
-        for (sequence, done), draft_ids in zip(work.items(), self._drafter.propose([*work.values()]), strict=True):
-            if draft_ids:  # a text that is not computed to its end keeps the drafts that its client gave
-                sequence.draft_ids = draft_ids
+        for (sequence, done), drafts in zip(work.items(), self._drafter.propose([*work.values()]), strict=True):
+            if drafts.token_ids:  # a text that is not computed to its end keeps the drafts that its client gave
+                sequence.draft_ids, sequence.draft_probs = drafts.token_ids, drafts.probs
             sequence.num_drafted += len(done.token_ids)
             sequence.hidden = sequence.hidden[-1:].clone() if sequence in crowded else None
 

@@ -33,6 +33,7 @@ class RequestOutput:
         prompt_logprobs: the same for the prompt, whose first token has none; None unless asked for.
         num_spec_steps: verify steps with at least one draft.
         num_draft_tokens, num_accepted_draft_tokens: drafts verified, and those that became part of the output.
+        num_lossy_draft_tokens: those of them that the target would not have drawn; above 0 with lossy rules only.
     """
 
     prompt_token_ids: list[int]
@@ -46,6 +47,7 @@ class RequestOutput:
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_lossy_draft_tokens: int
 
 
 class LLM:
@@ -149,4 +151,5 @@ def _result(sequence: Sequence, index: int) -> RequestOutput:
         num_spec_steps=counters.num_spec_steps,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
+        num_lossy_draft_tokens=counters.num_lossy_draft_tokens,
     )

@@ -1,4 +1,4 @@
-"""Running the networks on a batch that the scheduler planned."""
+"""Running the target network on a batch that the scheduler planned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.engine.scheduler import Scheduled
 from mtp_backend.models import Networks
 from mtp_backend.sampling.logprobs import Logprob, token_logprobs
-from mtp_backend.sampling.sampler import sample
 
 LOGPROB_ROWS = 64  # rows of logits held at a time for a prompt: a row is as wide as the vocabulary
 
@@ -22,20 +21,18 @@ class Computed:
 
     Attributes:
         hidden: its rows [fed tokens, H].
-        token_ids: the 1 + k tokens that the target draws after the committed text and each draft; none for a share
-            that does not reach the end of its text.
-        logprobs: for each of these tokens, if the request asks for them.
         prompt_logprobs: for the next tokens of the prompt, if the request asks for them.
+        logits: of its last committed token and its drafts, as the network gives them, [1 + k, vocab]; None for a share
+            that does not reach the end of its text.
     """
 
     hidden: Tensor
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
     prompt_logprobs: list[dict[int, Logprob]]
+    logits: Tensor | None = None
 
 
 class TargetRunner:
-    """Feeds committed tokens and drafts to the target network and draws the tokens that follow."""
+    """Feeds committed tokens and drafts to the target network."""
 
     def __init__(self, networks: Networks, cache: KVCache, block_size: int, device: torch.device) -> None:
         self._networks = networks
@@ -44,8 +41,13 @@ class TargetRunner:
         self._block_size = block_size
         self._device = device
 
-    def run(self, batch: list[Scheduled]) -> list[Computed]:
-        """One pass of the target network over the shares of a batch."""
+    def run(self, batch: list[Scheduled]) -> tuple[list[Computed], Tensor | None]:
+        """One pass of the target network over the shares of a batch.
+
+        Returns:
+            What it gave for each share, and the logits of those that reach the end of their text after their
+            processors, [Σ (1 + k), vocab]; None if there are none.
+        """
         token_ids: list[int] = []
         spans: list[Span] = []
         for share in batch:
@@ -58,28 +60,18 @@ class TargetRunner:
         hidden = self._networks.target(tokens, self._networks.rotary, layout, self._caches)
         parts = hidden.split([span.length for span in spans])
         computed = [
-            Computed(rows, [], [], self._prompt_logprobs(share, rows)) for share, rows in zip(batch, parts, strict=True)
+            Computed(rows, self._prompt_logprobs(share, rows)) for share, rows in zip(batch, parts, strict=True)
         ]
         drawing = [(share, done) for share, done in zip(batch, computed, strict=True) if share.samples]
-        if drawing:
-            self._draw(drawing)
-        return computed
+        return computed, self._logits(drawing) if drawing else None
 
-    def _draw(self, drawing: list[tuple[Scheduled, Computed]]) -> None:
-        """Fills in the drawn tokens of the shares that reach the end of their text."""
+    def _logits(self, drawing: list[tuple[Scheduled, Computed]]) -> Tensor:
         counts = [1 + len(share.draft_ids) for share, _ in drawing]
         rows = [done.hidden[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
         logits = self._networks.target.logits(torch.cat(rows))
-        params, positions = [], []
-        for (share, _), count in zip(drawing, counts, strict=True):
-            params += [share.sequence.params] * count
-            first = len(share.sequence.token_ids)
-            positions += range(first, first + count)
-        tokens = iter(sample(self._processed(logits, drawing, counts), params, positions))
-        for (share, done), count, own in zip(drawing, counts, logits.split(counts), strict=True):
-            done.token_ids = [next(tokens) for _ in range(count)]
-            if share.sequence.params.logprobs is not None:
-                done.logprobs = token_logprobs(own, done.token_ids, share.sequence.params.logprobs)
+        for (_, done), own in zip(drawing, logits.split(counts), strict=True):
+            done.logits = own
+        return self._processed(logits, drawing, counts)
 
     def _processed(self, logits: Tensor, drawing: list[tuple[Scheduled, Computed]], counts: list[int]) -> Tensor:
         """The logits after the processors of their sequences; the same tensor if there are none."""

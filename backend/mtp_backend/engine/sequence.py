@@ -30,13 +30,15 @@ class SpeculationCounters:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_lossy_draft_tokens: int = 0
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
 
-    def record(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts one verify step with at least one draft."""
+    def record(self, num_drafts: int, num_accepted: int, num_lossy: int) -> None:
+        """Counts one verify step with at least one draft; lossy are accepted drafts that the target did not draw."""
         self.num_spec_steps += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_draft_tokens += num_accepted
+        self.num_lossy_draft_tokens += num_lossy
         self.acceptance_histogram[num_accepted] += 1
 
     @property
@@ -62,6 +64,8 @@ class Sequence:
         hidden: the target's hidden rows of positions num_drafted … num_computed − 1, which the draft layer still needs.
         draft_rows: what the drafter keeps of the sequence; it belongs to the keys in the cache.
         draft_ids: drafts that the next step verifies.
+        draft_probs: the distributions that they were drawn from; empty unless the rule uses them.
+        thinking: whether the text is between its thinking tokens, where the rule asks.
         block_table: ids of the cache blocks.
         num_generated: tokens generated so far.
         finish_reason: "" while running, then "stop" or "length".
@@ -82,6 +86,8 @@ class Sequence:
     hidden: Tensor | None = None
     draft_rows: dict[int, Tensor] = field(default_factory=dict)
     draft_ids: list[int] = field(default_factory=list)
+    draft_probs: list[Tensor] = field(default_factory=list)
+    thinking: bool = False
     block_table: list[int] = field(default_factory=list)
     num_generated: int = 0
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)

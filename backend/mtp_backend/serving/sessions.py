@@ -185,12 +185,12 @@ class Sessions:
 
     def _append(self, sequence: Sequence, message: Step) -> None:
         """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
-        held = sequence.draft_ids
+        held = sequence.draft_ids, sequence.draft_probs
         try:
             self._engine.set_drafts(sequence, message.draft_ids or [])
             self._engine.append(sequence, message.token_ids)
         except InvalidArgument:
-            sequence.draft_ids = held
+            sequence.draft_ids, sequence.draft_probs = held
             raise
 
     def _run(self, session: Session, address: Address, message: Step) -> None:

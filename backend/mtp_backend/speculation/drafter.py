@@ -13,7 +13,9 @@ from mtp_backend.config import SpeculativeConfig
 from mtp_backend.models import Networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.sampling.sampler import sample
+from mtp_backend.sampling.noise import DRAFT, exponential, stream_start
+from mtp_backend.sampling.sampler import filter_logits, sample
+from mtp_backend.speculation.proposal import draw
 
 
 @dataclass
@@ -39,13 +41,27 @@ class DraftWork:
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class Drafts:
+    """Drafts of one sequence.
+
+    Attributes:
+        token_ids: the drafts.
+        probs: the distribution that each was drawn from, rows [vocab] in float32; none unless the configured rule uses
+            them and the request samples.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+
+
 class Drafter(ABC):
     """Chains of drafts over MTP layers; the modes differ in how the layers are used.
 
     A draft is drawn from the layer's distribution with the noise that the target's own draw at that position will have
     (Daliri, Musco, Suresh 2024, "Coupling without Communication"): where the two distributions are close, both mostly
-    draw the same token, and the draft is accepted. For a greedy request it is the layer's most likely token. Which
-    text comes out does not depend on the drafts.
+    draw the same token, and the draft is accepted. For a greedy request it is the layer's most likely token. Rules that
+    accept by probabilities need drafts of independent noise.
 
     Args:
         config: how many drafts, and the row that one layer's pass hands to the next.
@@ -63,7 +79,7 @@ class Drafter(ABC):
         self._device = device
 
     @abstractmethod
-    def propose(self, work: list[DraftWork]) -> list[list[int]]:
+    def propose(self, work: list[DraftWork]) -> list[Drafts]:
         """Runs the layers over the new positions of all sequences, and over drafts of their own.
 
         Returns:
@@ -98,10 +114,26 @@ class Drafter(ABC):
         )
         return rows, layout.selection
 
-    def _draw(self, logits: Tensor, work: list[DraftWork], index: int) -> list[int]:
-        """Draft number `index` (from 0) of each sequence, from its row of logits."""
-        positions = [item.start + len(item.token_ids) + 1 + index for item in work]
-        return sample(logits, [item.params for item in work], positions)
+    def _draw(self, logits: Tensor, work: list[DraftWork], drafts: list[Drafts]) -> None:
+        """Adds one draft to those of each sequence, from its row of logits [len(work), vocab]."""
+        index = len(drafts[0].token_ids)
+        params = [item.params for item in work]
+        # Position of a step's first draft in the text.
+        first = [item.start + len(item.token_ids) + 1 for item in work]
+        if self._config.uses_draft_probs and any(own.temperature > 0 for own in params):
+            probs = filter_logits(logits, params).softmax(-1)
+            starts = [
+                stream_start(own.noise_seed, position, DRAFT + index)
+                for own, position in zip(params, first, strict=True)
+            ]
+            drawn = draw(probs, exponential(starts, logits.shape[-1], logits.device)).tolist()
+            for own, row, made in zip(params, probs, drafts, strict=True):
+                if own.temperature > 0:
+                    made.probs.append(row)
+        else:
+            drawn = sample(logits, params, [position + index for position in first])
+        for made, token in zip(drafts, drawn, strict=True):
+            made.token_ids.append(token)
 
     def _module(self, layer: int) -> MtpModule:
         return self._modules[layer % len(self._modules)]
@@ -118,13 +150,13 @@ class EagleDrafter(Drafter):
     a layer with an indexer uses it again or replaces it.
     """
 
-    def propose(self, work: list[DraftWork]) -> list[list[int]]:
+    def propose(self, work: list[DraftWork]) -> list[Drafts]:
         mtp = self._module(0)
         spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
         rows, selection = self._forward(
             0, [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
         )
-        drafts: list[list[int]] = [[] for _ in work]
+        drafts = [Drafts() for _ in work]
         chain = [number for number, item in enumerate(work) if item.num_drafts]
         if chain:
             ends = torch.tensor([span.length for span in spans]).cumsum(0)
@@ -133,9 +165,7 @@ class EagleDrafter(Drafter):
         index = 0
         while chain:
             normed = mtp.normed(rows)
-            drawn = self._draw(mtp.logits(normed), [work[number] for number in chain], index)
-            for number, token in zip(chain, drawn, strict=True):
-                drafts[number].append(token)
+            self._draw(mtp.logits(normed), [work[number] for number in chain], [drafts[number] for number in chain])
             index += 1
             kept = [row for row, number in enumerate(chain) if index < work[number].num_drafts]
             chain = [chain[row] for row in kept]
@@ -145,7 +175,7 @@ class EagleDrafter(Drafter):
                     Span(spans[number].block_table, spans[number].start + spans[number].length + index - 1, 1)
                     for number in chain
                 ]
-                tokens = [drafts[number][-1] for number in chain]
+                tokens = [drafts[number].token_ids[-1] for number in chain]
                 carry = self._carry(rows, normed)[kept]
                 rows, selection = self._forward(0, tokens, [carry], steps, _rows(selection, kept))
         return drafts
@@ -159,17 +189,18 @@ class VanillaDrafter(Drafter):
     the rows for that again too, but for the first of them: that one rests on no draft and is kept.
     """
 
-    def propose(self, work: list[DraftWork]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in work]
+    def propose(self, work: list[DraftWork]) -> list[Drafts]:
+        drafts = [Drafts() for _ in work]
         rows = [item.hidden for item in work]
         for layer in range(self._config.num_draft_layers):
             tokens: list[int] = []
             hidden: list[Tensor] = []
             spans: list[Span] = []
-            for item, above, chain in zip(work, rows, drafts, strict=True):
+            for item, above, made in zip(work, rows, drafts, strict=True):
                 start, end = max(0, item.start - layer), item.start + len(item.token_ids)
                 spans.append(Span(item.block_table, start, end - start))
-                tokens += (item.token_ids + chain)[start - end :]  # t[start+1+layer] … and a draft for each layer above
+                # t[start+1+layer], …, and a draft for each layer above.
+                tokens += (item.token_ids + made.token_ids)[start - end :]
                 if layer:
                     if item.start >= layer:
                         hidden.append(item.kept[layer])
@@ -181,11 +212,12 @@ class VanillaDrafter(Drafter):
             lengths = [span.length for span in spans]
             rows = self._carry(output, normed).split(lengths)
             last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
-            drawn = self._draw(self._module(layer).logits(normed[last]), work, layer)
-            for chain, token in zip(drafts, drawn, strict=True):
-                chain.append(token)
+            self._draw(self._module(layer).logits(normed[last]), work, drafts)
         # The layers' keys need all passes of all sequences, however many drafts are wanted.
-        return [chain[: item.num_drafts] for item, chain in zip(work, drafts, strict=True)]
+        return [
+            Drafts(made.token_ids[: item.num_drafts], made.probs[: item.num_drafts])
+            for item, made in zip(work, drafts, strict=True)
+        ]
 
 
 def drafter_for(

@@ -1,0 +1,175 @@
+"""Drawing the target's tokens and accepting drafts by the configured rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mtp_backend.config import SpeculativeConfig
+from mtp_backend.engine.scheduler import Scheduled
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling.noise import ACCEPT, exponential, stream_start, uniform
+from mtp_backend.sampling.sampler import filter_logits, sample
+from mtp_backend.speculation import (
+    LossyRelaxation,
+    Proposal,
+    count_accepted,
+    count_accepted_lossy_synthetic,
+    lossy_conditional_rates,
+    verify_by_block,
+    verify_by_rejection,
+)
+
+
+@dataclass
+class Verdict:
+    """What a step decided for one sequence.
+
+    Attributes:
+        token_ids: the accepted drafts and one token of the target's own.
+        lossy: indices of the accepted drafts that the target did not draw.
+    """
+
+    token_ids: list[int]
+    lossy: list[int] = field(default_factory=list)
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted drafts."""
+        return len(self.token_ids) - 1
+
+
+class Verifier:
+    """Decides the drafts of a batch.
+
+    Sequences without drafts, greedy ones where a rule is about probabilities, and all of them with the strict rule get
+    what the target draws.
+
+    Raises:
+        InvalidArgument: rates or thinking tokens that the rule cannot work with.
+    """
+
+    def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None, device: torch.device) -> None:
+        self._device = device
+        config = config or SpeculativeConfig(0)
+        self._method = config.rejection_sample_method
+        if self._method == "lossy_relaxed":
+            self._relaxation = _relaxation(config, tokenizer)
+        if self._method == "lossy_synthetic":
+            rates = lossy_conditional_rates(
+                config.num_speculative_tokens, config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+            )
+            self._rates = rates.to(device)
+
+    def thinks_after(self, token_ids: SequenceOf[int], thinking: bool = False) -> bool:
+        """Whether a text thinks after these tokens; False unless the rule asks."""
+        return self._method == "lossy_relaxed" and self._relaxation.is_thinking(token_ids, thinking)
+
+    def verify(self, shares: list[Scheduled], logits: Tensor) -> list[Verdict]:
+        """Draws and accepts.
+
+        Args:
+            shares: those that reach the end of their text.
+            logits: of each share's last committed token and drafts, after its processors, [Σ (1 + k), vocab].
+        """
+        rows = logits.split([1 + len(share.draft_ids) for share in shares])
+        weighing = [self._weighs(share) for share in shares]
+        drawn = [index for index, weighs in enumerate(weighing) if not weighs]
+        weighed = [index for index, weighs in enumerate(weighing) if weighs]
+        verdicts: dict[int, Verdict] = {}
+        for chosen, rule in ((drawn, self._by_draws), (weighed, self._by_probabilities)):
+            if chosen:
+                decided = rule([shares[index] for index in chosen], [rows[index] for index in chosen])
+                verdicts |= zip(chosen, decided, strict=True)
+        return [verdicts[index] for index in range(len(shares))]
+
+    def _weighs(self, share: Scheduled) -> bool:
+        sampled = share.sequence.params.temperature > 0
+        return self._method in ("probabilistic", "block") and sampled and bool(share.draft_ids)
+
+    def _by_draws(self, shares: list[Scheduled], rows: list[Tensor]) -> list[Verdict]:
+        params, positions = [], []
+        for share, own in zip(shares, rows, strict=True):
+            params += [share.sequence.params] * len(own)
+            first = len(share.sequence.token_ids)
+            positions += range(first, first + len(own))
+        tokens = iter(sample(torch.cat(rows), params, positions))
+        drawn = [[next(tokens) for _ in own] for own in rows]
+        accepted = [count_accepted(share.draft_ids, own) for share, own in zip(shares, drawn, strict=True)]
+        drafted = [index for index, share in enumerate(shares) if share.draft_ids]
+        if self._method.startswith("lossy_") and drafted:
+            counts = self._lossy([shares[i] for i in drafted], [rows[i] for i in drafted], [drawn[i] for i in drafted])
+            for index, count in zip(drafted, counts, strict=True):
+                accepted[index] = count
+        verdicts = []
+        for share, own, count in zip(shares, drawn, accepted, strict=True):
+            lossy = [index for index in range(count) if share.draft_ids[index] != own[index]]
+            verdicts.append(Verdict([*share.draft_ids[:count], own[count]], lossy))
+        return verdicts
+
+    def _lossy(self, shares: list[Scheduled], rows: list[Tensor], drawn: list[list[int]]) -> list[int]:
+        """How many drafts the lossy rules accept."""
+        ids, num_drafts = self._padded(shares)
+        if self._method == "lossy_synthetic":
+            noise = uniform(_starts(shares, ACCEPT), len(self._rates), self._device)
+            return count_accepted_lossy_synthetic(num_drafts, self._rates, noise).tolist()
+        size, vocab = ids.shape[1], rows[0].shape[1]
+        target_ids = torch.zeros(len(shares), size + 1, dtype=torch.int64)
+        probs = torch.zeros(len(shares), size, vocab, device=self._device)
+        for index, (own, tokens) in enumerate(zip(rows, drawn, strict=True)):
+            target_ids[index, : len(tokens)] = torch.tensor(tokens)
+            probs[index, : len(own) - 1] = own[:-1].float().softmax(-1)
+        thinking = torch.tensor([share.sequence.thinking for share in shares], device=self._device)
+        accepted, _ = self._relaxation.verify(ids, num_drafts, target_ids.to(self._device), probs, thinking)
+        return accepted.tolist()
+
+    def _by_probabilities(self, shares: list[Scheduled], rows: list[Tensor]) -> list[Verdict]:
+        ids, num_drafts = self._padded(shares)
+        params = [share.sequence.params for share, own in zip(shares, rows, strict=True) for _ in own]
+        probs = filter_logits(torch.cat(rows), params).softmax(-1).split([len(own) for own in rows])
+        vocab = rows[0].shape[1]
+        target = torch.zeros(len(shares), ids.shape[1] + 1, vocab, device=self._device)
+        draft = torch.zeros(len(shares), ids.shape[1], vocab, device=self._device)
+        for index, (share, own) in enumerate(zip(shares, probs, strict=True)):
+            target[index, : len(own)] = own
+            known = share.sequence.draft_probs[: len(share.draft_ids)]
+            if known:
+                draft[index, : len(known)] = torch.stack(known)
+            else:  # chosen, not drawn: by a client
+                draft[index].scatter_(1, ids[index].clamp(min=0)[:, None], 1.0)
+        proposal = Proposal(ids, num_drafts, draft, target)
+        accept = uniform(_starts(shares, ACCEPT), ids.shape[1], self._device)
+        race = exponential(_starts(shares), vocab, self._device)
+        rule = verify_by_block if self._method == "block" else verify_by_rejection
+        accepted, next_ids = (values.tolist() for values in rule(proposal, accept, race))
+        return [
+            Verdict([*share.draft_ids[:count], token])
+            for share, count, token in zip(shares, accepted, next_ids, strict=True)
+        ]
+
+    def _padded(self, shares: list[Scheduled]) -> tuple[Tensor, Tensor]:
+        """Drafts [B, k], padded with −1, and their numbers [B]."""
+        size = max(len(share.draft_ids) for share in shares)
+        ids = [share.draft_ids + [-1] * (size - len(share.draft_ids)) for share in shares]
+        counts = [len(share.draft_ids) for share in shares]
+        return torch.tensor(ids, device=self._device), torch.tensor(counts, device=self._device)
+
+
+def _starts(shares: list[Scheduled], *purpose: int) -> list[int]:
+    """Streams of a step's noise: keyed by the position of the first token that the step can commit."""
+    return [stream_start(share.sequence.params.noise_seed, len(share.sequence.token_ids), *purpose) for share in shares]
+
+
+def _relaxation(config: SpeculativeConfig, tokenizer: Tokenizer | None) -> LossyRelaxation:
+    ids = []
+    for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+        value = getattr(config, name)
+        token = value if isinstance(value, int) else tokenizer.token_to_id(value) if tokenizer else None
+        if token is None:
+            raise InvalidArgument(f"speculative.{name}", value, "a token id, or the text of a token of the vocabulary")
+        ids.append(token)
+    return LossyRelaxation(*ids, top_n=config.relaxed_topk, delta=config.relaxed_delta)

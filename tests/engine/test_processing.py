@@ -17,6 +17,7 @@ FEATURES = {
     "typical": {"temperature": 1.1, "typical_p": 0.6},
     "several": {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {280: 2.0},
                 "bad_words": ["unto"], "min_tokens": 3, "min_p": 0.02, "typical_p": 0.95},
+    "structured": {"structured_output": {"regex": "[a-z ]{40}"}, "ignore_eos": False, "temperature": 0.6},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.8},
 }  # fmt: skip
 

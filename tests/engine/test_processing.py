@@ -7,16 +7,17 @@ from mtp_backend.errors import InvalidArgument
 COUNT = 16
 FEATURES = {
     "none": {},
-    "repetition": {"repetition_penalty": 1.3},
-    "presence": {"presence_penalty": 1.5, "temperature": 0.9},
-    "frequency": {"frequency_penalty": 0.9, "temperature": 1.0, "top_p": 0.9},
+    "repetition": {"repetition_penalty": 0.7, "temperature": 1.0},
+    "presence": {"presence_penalty": 2.0, "temperature": 0.5},
+    "frequency": {"frequency_penalty": -2.0, "temperature": 1.0},
     "bias": {"logit_bias": {300: 4.0, 301: -100}},
     "allowed": {"allowed_token_ids": list(range(200, 400)), "temperature": 1.2},
-    "bad words": {"bad_words": ["the", "LORD", "of the"], "temperature": 0.7},
+    "bad words": {"bad_words": [", and", "of the", "the LORD", "unto the"]},
     "min tokens": {"min_tokens": 7, "ignore_eos": False, "stop": [" "], "stop_token_ids": list(range(5, 500))},
     "typical": {"temperature": 1.1, "typical_p": 0.6},
     "several": {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {280: 2.0},
                 "bad_words": ["unto"], "min_tokens": 3, "min_p": 0.02, "typical_p": 0.95},
+    "structured": {"structured_output": {"regex": "[a-z ]{40}"}, "ignore_eos": False, "temperature": 0.6},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.8},
 }  # fmt: skip
 
@@ -84,6 +85,18 @@ def perfect(monkeypatch):
         monkeypatch.setattr(drafter, "propose", propose)
 
     return prepare
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_right_drafts_are_all_accepted(deepseek, make_llm, prompt_of, plain, perfect, name):
+    """A text in which tokens of a run decide on later tokens of the same run."""
+    prompt, llm = prompt_of(9, start=3), make_llm(deepseek, 4)
+    params = SamplingParams(**{"ignore_eos": True, "max_tokens": COUNT, "seed": 2} | FEATURES[name])
+    tokens = plain(deepseek, prompt, params)
+    perfect(llm, prompt, tokens)
+    output = llm.generate(prompt, params)[0]
+    assert output.token_ids == tokens
+    assert output.num_accepted_draft_tokens == output.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("minimum", range(1, 11))

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from mtp_backend import SamplingParams
 from mtp_backend.errors import InvalidArgument
 
@@ -162,6 +163,20 @@ def test_characters_of_several_tokens(deepseek, make_llm, prompt_of):
     """A character of three byte tokens, no token of which is a text of its own."""
     params = SamplingParams(structured_output={"regex": "漢{2}"})
     assert make_llm(deepseek, 2).generate(prompt_of(4), params)[0].text == "漢漢"
+
+
+def test_no_control_characters_in_json(deepseek, make_llm):
+    """A JSON string escapes them; the library's own grammar lets them through."""
+    llm = make_llm(deepseek)
+    tokenizer = llm.engine.tokenizer
+    params = SamplingParams(structured_output={"json_schema": {"type": "string"}})
+    [grammar] = llm.engine.new_sequence([5], params).processors
+    grammar.commit([tokenizer.token_to_id('"')])
+    logits = torch.zeros(1, llm.engine.vocab_size)
+    grammar.apply(logits, [])
+    allowed = logits[0].isfinite().nonzero().flatten().tolist()
+    assert len(allowed) > 500
+    assert not any(character < " " for token in allowed for character in tokenizer.decode([token]))
 
 
 def test_where_nothing_is_allowed_the_output_ends(deepseek, make_llm, prompt_of):

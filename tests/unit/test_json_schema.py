@@ -97,6 +97,12 @@ def test_patterns_that_could_break_the_json(pattern):
     assert not PATTERN.fullmatch(pattern)
 
 
+def test_size():
+    StructuredOutput.from_dict({"json_schema": {"enum": ["a" * 16000]}})
+    with pytest.raises(InvalidArgument, match="^structured_output.json_schema: got .* a text of 1 … 16384 characters"):
+        StructuredOutput.from_dict({"json_schema": {"enum": ["a" * 16384]}})
+
+
 @pytest.mark.parametrize("levels", [64, 65, 500, 100_000])
 def test_nesting(levels):
     schema = {"type": "array"}

@@ -43,8 +43,8 @@ WRONG = {
     "logprobs": (-1, 21, 1.0, True, "1", [1]),
     "prompt_logprobs": (-1, 21, 1.0, True, "1", [1]),
     "structured_output": (5, "a", [], {}, {"regex": "a", "ebnf": "b"}, {"reasoning_end": "x"}),
-    "structured_output.regex": ({"regex": ""}, {"regex": 5}, {"regex": None}, {"regex": "a" * 65537}),
-    "structured_output.ebnf": ({"ebnf": ""}, {"ebnf": ["root"]}),
+    "structured_output.regex": ({"regex": ""}, {"regex": 5}, {"regex": None}, {"regex": "a" * 1025}),
+    "structured_output.ebnf": ({"ebnf": ""}, {"ebnf": ["root"]}, {"ebnf": "a" * 8193}),
     "structured_output.json_schema": tuple({"json_schema": value} for value in ("", "{", "5", "[]", 5, None, [], True)),
     "structured_output.reasoning_end": tuple(
         {"regex": "a", "reasoning_end": value} for value in ("", 5, [1], "a" * 1025)
@@ -124,7 +124,7 @@ def test_limits_themselves_are_allowed():
     SamplingParams(stop=["a" * 1024] * 64, stop_token_ids=[0], bad_words=["a" * 1024] * 64, allowed_token_ids=[0])
     SamplingParams(repetition_penalty=0.01, presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100, 1: 100})
     SamplingParams(temperature=1, n=128, typical_p=1e-9, logprobs=20, prompt_logprobs=0, min_tokens=5, max_tokens=5)
-    SamplingParams(structured_output={"regex": "a" * 65536, "reasoning_end": "</think>"})
+    SamplingParams(structured_output={"regex": "a" * 1024, "reasoning_end": "</think>"})
 
 
 def test_stops_become_tuples():

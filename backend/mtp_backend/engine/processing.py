@@ -96,7 +96,7 @@ class Processing:
 
     def _check_some_token_left(self, params: SamplingParams, excluded: set[int]) -> None:
         allowed = params.allowed_token_ids
-        left = set(range(self._vocab_size) if allowed is None else allowed) - excluded
+        left = self._vocab_size - len(excluded) if allowed is None else len(set(allowed) - excluded)
         if not left:
             name = "bad_words" if params.bad_words else "min_tokens" if allowed is None else "allowed_token_ids"
             raise InvalidArgument(name, getattr(params, name), "what leaves a token to draw at every position")

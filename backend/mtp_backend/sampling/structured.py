@@ -12,8 +12,8 @@ from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling.json_schema import check_schema
 
 FIELD = "structured_output"
-FORMS = ("json_schema", "regex", "ebnf")
-MAX_LENGTH = 65536
+# The forms, and the greatest length of each in characters: a mask of a long ambiguous expression takes too long.
+FORMS = {"json_schema": 16384, "regex": 1024, "ebnf": 8192}
 MAX_DEPTH = 64
 
 
@@ -47,7 +47,7 @@ class StructuredOutput:
         text = values[form]
         if form == "json_schema":
             text = _json_text(text)
-        _check_text(f"{FIELD}.{form}", text, MAX_LENGTH)
+        _check_text(f"{FIELD}.{form}", text, FORMS[form])
         reasoning_end = values.get("reasoning_end")
         if reasoning_end is not None:
             _check_text(f"{FIELD}.reasoning_end", reasoning_end, 1024)

@@ -12,14 +12,11 @@ from mtp_backend.errors import CheckpointError, InvalidArgument
 from mtp_backend.models.build import family_of
 
 log = logging.getLogger("mtp.engine")
-# Fields of sparse attention that say which of a target's layers select tokens; an MTP layer does it for itself.
-SELECTION_FIELDS = {"indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"}
 # Fields that may differ between a target and the directory of its draft: they say nothing about an MTP module.
-FREE_FIELDS = SELECTION_FIELDS | {
+FREE_FIELDS = {
     "num_hidden_layers",
     "num_nextn_predict_layers",
     "first_k_dense_replace",
-    "mlp_layer_types",
     "max_position_embeddings",
 }
 
@@ -71,12 +68,10 @@ def _check_fits(target: Checkpoint, draft: Checkpoint) -> None:
             f"{draft.directory}/config.json: model_type {draft.config['model_type']!r} is of another family than the "
             f"target's; allowed: {family.model_type}, {family.model_type}_mtp"
         )
-    comparable = {field: value for field, value in draft.config.items() if field not in FREE_FIELDS}
-    comparable |= {field: value for field, value in target.config.items() if field in FREE_FIELDS}
-    expected, given = family.config.from_dict(target.config), family.config.from_dict(comparable)
+    expected, given = family.config.from_dict(target.config), family.config.from_dict(draft.config)
     for field in dataclasses.fields(expected):
         wanted, value = getattr(expected, field.name), getattr(given, field.name)
-        if value != wanted:
+        if field.name not in FREE_FIELDS and value != wanted:
             raise CheckpointError(
                 f"{draft.directory}/config.json: {field.name} {value}; the target {target.directory} has {wanted}"
             )

@@ -14,7 +14,6 @@ from mtp_backend.checkpoint.fp8 import SCALE
 from mtp_backend.checkpoint.mtp_layout import RAW, MtpLayout, find_mtp
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.build import family_of
-from mtp_backend.models.mtp_source import SELECTION_FIELDS
 
 FORMAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
 
@@ -59,10 +58,8 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
     Raises:
         CheckpointError: config.json or a header is malformed, or the family is not known.
     """
+    config = family_of(checkpoint).config.from_dict(checkpoint.config)
     layout = find_mtp(checkpoint)
-    ignored = set() if layout.kind == RAW else SELECTION_FIELDS
-    values = {field: value for field, value in checkpoint.config.items() if field not in ignored}
-    config = family_of(checkpoint).config.from_dict(values)
     formats: Counter[str] = Counter()
     stored_bytes: dict[str, int] = defaultdict(int)
     loaded = 0

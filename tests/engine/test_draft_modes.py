@@ -316,6 +316,33 @@ def test_paced_sequences_that_seldom_ask_for_drafts(mode, chunk, several, make_l
         engine.remove(sequence)
 
 
+def test_what_drafts_leave_in_the_cache_is_never_read(several, make_llm, prompt_of):
+    """Layer m's slots from m positions before the last computed one on may hold anything."""
+    engine = make_llm(several("glm", 2), 3, block_size=4, use_mtp_vanilla=True).engine
+    caches = [part.flatten(0, 1) for layer in engine._drafter._caches for part in layer]
+
+    def drafts_of_a_text(poison):
+        sequence, seen = engine.new_sequence(prompt_of(5), params(16)), []
+        engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+            seen.append(list(sequence.draft_ids))
+            for layer, parts in enumerate(engine._drafter._caches if poison else []):
+                known = range(max(0, sequence.num_drafted - layer)) if sequence.block_table else []
+                written = [sequence.block_table[at // 4] * 4 + at % 4 for at in known]
+                for part in parts:
+                    held = part.flatten(0, 1)[written]
+                    part.fill_(float("nan")).flatten(0, 1)[written] = held
+        return seen
+
+    clean = drafts_of_a_text(poison=False)
+    try:
+        assert drafts_of_a_text(poison=True) == clean
+    finally:
+        for part in caches:
+            part.zero_()
+
+
 def test_layers_that_are_built(several, make_llm):
     """As many MTP layers as drafts use, and a layer of keys for each draft of Vanilla."""
     directory = several("glm", 2)

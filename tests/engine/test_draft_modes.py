@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -23,6 +24,9 @@ from reference.checkpoints import (
 from reference.mtp import MtpReference, vanilla_chain
 from reference.paged import Paged, propose
 from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import acceptance
 
 TOLERANCE = 1e-4
 NOISE = 0.1  # enough that the order of the layers matters, little enough that drafts are accepted
@@ -309,6 +313,33 @@ def test_paced_sequences_that_seldom_ask_for_drafts(mode, chunk, several, make_l
         engine.remove(sequence)
 
 
+def test_what_drafts_leave_in_the_cache_is_never_read(several, make_llm, prompt_of):
+    """Layer m's slots from m positions before the last computed one on may hold anything."""
+    engine = make_llm(several("glm", 2), 3, block_size=4, use_mtp_vanilla=True).engine
+    caches = [part.flatten(0, 1) for layer in engine._drafter._caches for part in layer]
+
+    def drafts_of_a_text(poison):
+        sequence, seen = engine.new_sequence(prompt_of(5), params(16)), []
+        engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+            seen.append(list(sequence.draft_ids))
+            for layer, parts in enumerate(engine._drafter._caches if poison else []):
+                known = range(max(0, sequence.num_drafted - layer)) if sequence.block_table else []
+                written = [sequence.block_table[at // 4] * 4 + at % 4 for at in known]
+                for part in parts:
+                    held = part.flatten(0, 1)[written]
+                    part.fill_(float("nan")).flatten(0, 1)[written] = held
+        return seen
+
+    clean = drafts_of_a_text(poison=False)
+    try:
+        assert drafts_of_a_text(poison=True) == clean
+    finally:
+        for part in caches:
+            part.zero_()
+
+
 def test_layers_that_are_built(several, make_llm):
     """As many MTP layers as drafts use, and a layer of keys for each draft of Vanilla."""
     directory = several("glm", 2)
@@ -318,3 +349,15 @@ def test_layers_that_are_built(several, make_llm):
         assert len(engine._drafter._modules) == built
         assert len(engine._drafter._caches) == layers
         assert len(engine._runner._caches) == target
+
+
+def test_benchmark_counts_what_the_counters_say(make_llm):
+    llm = make_llm(str(DEMO["glm"]), 3)
+    prompts = acceptance.PROMPTS[:3]
+    found = acceptance.measure(llm, prompts, 20)
+    outputs = llm.generate(prompts, params(20))
+    assert found.steps == sum(output.num_spec_steps for output in outputs) == found.tried[0]
+    assert found.accepted.total() == sum(output.num_accepted_draft_tokens for output in outputs)
+    assert found.mean_length == 1 + found.accepted.total() / found.steps
+    assert found.tried.total() < sum(output.num_draft_tokens for output in outputs)
+    assert found.tried[2] <= found.accepted[1] <= found.tried[1] <= found.accepted[0] and len(found.rates) == 3

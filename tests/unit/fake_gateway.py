@@ -23,9 +23,12 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self):
         self.requests = []
         self.open = 0
+        self.hangs = False
         self.released = threading.Event()
 
     def ModelReady(self, request, context):
+        if self.hangs:
+            self.released.wait(2)
         return service_pb2.ModelReadyResponse(ready=True)
 
     def ModelStreamInfer(self, requests, context):
@@ -74,9 +77,11 @@ def running_server():
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
     servicer.url = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
     grpc_server.start()
-    yield servicer
-    servicer.released.set()
-    grpc_server.stop(0).wait()
+    try:
+        yield servicer
+    finally:
+        servicer.released.set()
+        grpc_server.stop(0).wait()
 
 
 @contextmanager
@@ -86,13 +91,15 @@ def running(url, template="{{ messages[0].content }}", api_key="", timeout=20.0)
     settings = Settings(url, "generate", "tiny", chat_template, api_key, timeout)
     config = uvicorn.Config(Gateway(settings).app(), port=0, log_level="warning", timeout_graceful_shutdown=2)
     web = uvicorn.Server(config)
-    thread = threading.Thread(target=web.run)
+    thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}"
-    web.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        web.should_exit = True
+        thread.join(10)
 
 
 def post(gateway, path="completions", content=None, headers=None, **body):

@@ -1,5 +1,6 @@
 """The gateway over HTTP: answers, errors of the server, clients that leave, the command."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import uvicorn
 from fake_gateway import THINKING, chat, post, running, running_server
 from mtp_client.cli import main
+from mtp_client.gateway import app as gateway_app
+from mtp_client.gateway.connection import EventStream
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +131,42 @@ def test_server_that_is_not_there():
         assert post(url).status_code == 503
 
 
+def test_server_that_hangs(gateway, server, monkeypatch):
+    monkeypatch.setattr(gateway_app, "_HEALTH_S", 0.2)
+    server.hangs = True
+    assert httpx.get(f"{gateway}/health", trust_env=False).status_code == 503
+    server.hangs = False
+
+
+def test_events_close_the_generations():
+    """At once when the client leaves, whatever else still refers to them."""
+    closed = []
+
+    async def emitted():
+        try:
+            yield 1
+        finally:
+            closed.append(True)
+
+    async def events():
+        yield b"data: 1\n\n"
+        await asyncio.sleep(60)
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    async def run():
+        generations = emitted()
+        await anext(generations)
+        await EventStream(events(), generations)({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        assert closed
+
+    asyncio.run(run())
+
+
 def test_no_chat_template(server):
     with running(server.url, template=None) as url:
         response = post(url, "chat/completions", **chat("a"))
@@ -157,6 +196,8 @@ def test_page_needs_nothing_else(gateway):
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "--host: got '0.0.0.0'; allowed: a loopback address, or any with --api-key"),
+        (["--port", "65536"], "--port: got 65536; allowed: 1 … 65535"),
+        (["--timeout", "0"], "--timeout: got 0; allowed: above 0"),
         (["--host", "example.org"], "--host: got 'example.org'"),
         (["--chat-template", "missing"], "missing: [Errno 2]"),
         (["--tokenizer", str(Path(__file__).parent)], "tokenizer_config.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,6 +26,7 @@ from mtp_client.gateway.errors import ApiError, from_server, invalid
 from mtp_client.gateway.generation import runs
 from mtp_client.gateway.reasoning import OPEN
 
+_HEALTH_S = 5.0  # for the server to say that it is ready
 _PAGE = Path(__file__).parent / "page"
 # The page needs nothing but its own files and this gateway.
 _PAGE_HEADERS = {
@@ -87,7 +89,10 @@ class Gateway:
 
     async def health(self, _: Request) -> Response:
         """200 while the server answers requests, else 503."""
-        ready = await self._client.is_ready(self._settings.model)
+        try:
+            ready = await asyncio.wait_for(self._client.is_ready(self._settings.model), _HEALTH_S)
+        except asyncio.TimeoutError:
+            ready = False
         return JSONResponse({"status": "ready" if ready else "unavailable"}, 200 if ready else 503)
 
     async def models(self, request: Request) -> Response:

@@ -23,6 +23,10 @@ def run(args: argparse.Namespace) -> int:
     if not api_key and not is_loopback(args.host):
         allowed = f"a loopback address, or any with --api-key or {_API_KEY_VARIABLE}"
         raise InvalidArgument(f"--host: got {args.host!r}; allowed: {allowed}")
+    if not 0 < args.port < 65536:
+        raise InvalidArgument(f"--port: got {args.port}; allowed: 1 … 65535")
+    if not args.timeout > 0:
+        raise InvalidArgument(f"--timeout: got {args.timeout:g}; allowed: above 0")
     settings = Settings(
         url=args.url or default_url("grpc"),
         model=args.model,

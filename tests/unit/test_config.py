@@ -30,7 +30,7 @@ ALLOWED = {
     "model": "checkpoint directory",
     "speculative": "object or null",
     "dtype": "auto, bfloat16, float32",
-    "device": "cpu",
+    "device": "cpu, npu",
     "max_model_len": "≥ 2",
     "block_size": "1 … 1024",
     "sequence_ttl_seconds": "(0, 1e+09]",

@@ -22,6 +22,7 @@ from mtp_backend.errors import InvalidArgument
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import check_mtp, family_of
 from mtp_backend.ops import ops_for
+from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.speculation import DraftWork, MtpDrafter, count_accepted
 
@@ -63,8 +64,11 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
+        ops = ops_for(config.device)
         self.device = torch.device(config.device)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if config.device == "npu":
+            check_model(model, dtype, config.block_size)
         num_mtp = 1 if config.num_drafts else 0
         shapes = model.cache_shapes(num_mtp)
         num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))
@@ -74,7 +78,7 @@ class Engine:
             dtype=dtype,
             device=self.device,
             max_positions=longest,
-            ops=ops_for(config.device),
+            ops=ops,
         )
         self.pool = BlockPool(num_blocks, config.block_size)
         cache = KVCache(shapes, num_blocks, config.block_size, dtype, self.device)

@@ -10,7 +10,7 @@ if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
     from mtp_backend.ops import npu_rules
-    from npu_host import device, references
+    from npu_host import attention, device, references
 
     from npu.conforming import conforming
 
@@ -27,8 +27,8 @@ def float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the attention take float32, which no device does: the one rule that is relaxed, to compare exactly."""
     monkeypatch.setattr(npu_rules, "LATENT_TYPES", npu_rules.VECTOR_TYPES)
     monkeypatch.setattr(npu_rules, "GROUPED_TYPES", npu_rules.VECTOR_TYPES)
-    monkeypatch.setattr(references, "LATENT_ATTENTION_TYPES", references.FLOATS)
-    monkeypatch.setattr(references, "GROUPED_ATTENTION_TYPES", references.FLOATS)
+    monkeypatch.setattr(attention, "LATENT_ATTENTION_TYPES", references.FLOATS)
+    monkeypatch.setattr(attention, "GROUPED_ATTENTION_TYPES", references.FLOATS)
 
 
 @pytest.fixture(scope="session")

@@ -117,3 +117,68 @@ def test_attention_in_float32_is_refused(ops):
     query = torch.randn(1, 2, 128)
     with pytest.raises(InvalidArgument, match="query: got torch.float32; allowed: bfloat16"):
         ops.gqa_attention(*(part.to(NPU) for part in (query, *caches)), layout, 0.09)
+
+
+def latent(ops, width=512, block_size=16, heads=8):
+    (_, layout), caches = attention_inputs([(1, 3)], block_size, [(1, width), (1, 64)], torch.bfloat16)
+    queries = [torch.randn(1, heads, size).bfloat16() for size in (width, 64)]
+    ops.mla_attention(*(part.to(NPU) for part in (*queries, *caches)), layout, 0.1)
+
+
+def grouped(ops, width=128, block_size=128, heads=12):
+    (_, layout), caches = attention_inputs([(1, 3)], block_size, [(4, width)] * 2, torch.bfloat16)
+    ops.gqa_attention(*(part.to(NPU) for part in (torch.randn(1, heads, width).bfloat16(), *caches)), layout, 0.1)
+
+
+def experts(ops, count=6, dtype=torch.float32):
+    x, gate_up, down = (torch.randn(*shape).to(NPU) for shape in ((2, 8), (count, 16, 8), (count, 8, 8)))
+    ids = torch.zeros(2, 1, dtype=torch.int32, device=NPU)
+    ops.grouped_experts(x.to(dtype), gate_up, down, ids, torch.ones(2, 1, device=NPU))
+
+
+def rotary(ops, heads=2, size=8):
+    angles = torch.zeros(3, size // 2, device=NPU)
+    ops.rotary(torch.ones(3, heads, size, device=NPU), angles.cos(), angles.sin(), True)
+
+
+def routing(ops, groups=4, bias_type=torch.float32):
+    logits = torch.randn(3, 16).to(NPU)
+    ops.select_experts(logits, torch.zeros(16, dtype=bias_type, device=NPU), 2, groups, 2, True, 1.0)
+
+
+def writing(ops, dtype=torch.bfloat16):
+    cache, slots = torch.zeros(2, 16, 1, 4, dtype=torch.bfloat16, device=NPU), torch.zeros(1, dtype=int, device=NPU)
+    ops.write_cache(cache, slots, torch.zeros(1, 1, 4, dtype=dtype, device=NPU))
+
+
+def norm(ops, dtype=torch.bfloat16):
+    ops.rms_norm(torch.ones(2, 4, dtype=torch.bfloat16, device=NPU), torch.ones(4, dtype=dtype, device=NPU), 1e-6)
+
+
+def activation(ops, dtype=torch.bfloat16):
+    ops.swiglu(torch.ones(2, 4, dtype=dtype, device=NPU))
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "named"),
+    [
+        (latent, {"width": 256}, "key: got 'D 256'"),
+        (latent, {"block_size": 32}, "block_size: got 32"),
+        (latent, {"heads": 129}, "num_query_heads: got 256"),
+        (grouped, {"width": 64}, "query: got 'D 64'"),
+        (grouped, {"block_size": 16}, "block_size: got 16"),
+        (grouped, {"heads": 260}, "num_query_heads: got 260"),
+        (experts, {"count": 1}, "group_list: got '1 experts'"),
+        (experts, {"dtype": torch.bfloat16}, "weight: got torch.float32"),
+        (rotary, {"heads": 1000}, "input: got '1000 heads'"),
+        (routing, {"groups": 8}, "group_count: got 8"),
+        (routing, {"bias_type": torch.bfloat16}, "bias: got torch.bfloat16"),
+        (writing, {"dtype": torch.float32}, "updates: got torch.float32"),
+        (norm, {"dtype": torch.float32}, "gamma: got torch.float32"),
+        (activation, {"dtype": torch.int32}, "input: got torch.int32"),
+    ],
+)
+def test_rules_are_checked_before_the_call(ops, call, wrong, named):
+    call(ops)
+    with pytest.raises(InvalidArgument, match=named):
+        call(ops, **wrong)

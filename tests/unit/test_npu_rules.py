@@ -200,6 +200,7 @@ def test_official_models_are_allowed():
         (grouped_network(), FP32, 128, "query"),
         (grouped_network(), BF16, 16, "block_size"),
         (grouped_network(head_dim=64), BF16, 128, "head_dim"),
+        (network(index_topk=2048), BF16, 128, "device: got 'npu'; allowed: cpu: sparse attention"),
         (grouped_network(norm_topk_prob=False), BF16, 128, "norm_topk_prob"),
     ],
 )

@@ -37,6 +37,8 @@ def _demand(condition: bool, operation: str, argument: str, value: object, allow
 
 def check_model(model: Any, dtype: torch.dtype, block_size: int) -> None:
     """Refuses at start what the first step would refuse: the sizes of a network (`models.config.ModelConfig`)."""
+    if getattr(model, "index_topk", None) is not None:
+        raise InvalidArgument("device", "npu", "cpu: sparse attention (index_topk) does not run on the NPU yet")
     heads = model.num_attention_heads
     if hasattr(model, "kv_lora_rank"):
         check_latent_sizes(dtype, padded_heads(heads), model.kv_lora_rank, model.qk_rope_head_dim, block_size)

@@ -74,16 +74,18 @@ setup() {
 
 # The real torch_npu over an emulated device (docs/npu.md).
 setup_npu() {
-  local python wanted
+  local python wanted torch install
   python=$(find_python)
-  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/* 2>/dev/null | sha256sum)
+  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/*.py tests/npu_host/*.c | sha256sum)
   [ "$(cat "$npu_venv/.installed" 2>/dev/null)" != "$wanted" ] || return 0
   say "environment of the emulated NPU in .venv-npu ($("$python" --version))"
   command -v gcc >/dev/null && command -v readelf >/dev/null || fail "gcc and binutils are needed to emulate an NPU"
   make_venv "$python" "$npu_venv"
-  "$npu_venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[npu]' pytest
-  TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$npu_venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' ||
-    fail "torch_npu needs the CPU build of torch: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+  install=("$npu_venv/bin/pip" install --disable-pip-version-check -c constraints.txt)
+  # torch_npu refuses a torch that is built for CUDA; the package index may have no other one for this machine.
+  torch=$(grep '^torch==' constraints.txt)
+  "${install[@]}" "$torch+cpu" || "${install[@]}" --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+  "${install[@]}" -e '.[npu]' pytest
   "$npu_venv/bin/python" tests/npu_host/stand_ins.py "$npu_venv/cann"
   printf '%s' "$wanted" > "$npu_venv/.installed"
 }

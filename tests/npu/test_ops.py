@@ -119,8 +119,9 @@ def test_attention_in_float32_is_refused(ops):
         ops.gqa_attention(*(part.to(NPU) for part in (query, *caches)), layout, 0.09)
 
 
-def latent(ops, width=512, block_size=16, heads=8):
-    (_, layout), caches = attention_inputs([(1, 3)], block_size, [(1, width), (1, 64)], torch.bfloat16)
+def latent(ops, width=512, block_size=16, heads=8, kv_heads=1, rope_heads=1):
+    shapes = [(kv_heads, width), (rope_heads, 64)]
+    (_, layout), caches = attention_inputs([(1, 3)], block_size, shapes, torch.bfloat16)
     queries = [torch.randn(1, heads, size).bfloat16() for size in (width, 64)]
     ops.mla_attention(*(part.to(NPU) for part in (*queries, *caches)), layout, 0.1)
 
@@ -165,6 +166,8 @@ def activation(ops, dtype=torch.bfloat16):
         (latent, {"width": 256}, "key: got 'D 256'"),
         (latent, {"block_size": 32}, "block_size: got 32"),
         (latent, {"heads": 129}, "num_query_heads: got 256"),
+        (latent, {"kv_heads": 2}, r"key: got \(24, 16, 1024\)"),
+        (latent, {"rope_heads": 2}, r"key_rope: got \(24, 16, 128\)"),
         (grouped, {"width": 64}, "query: got 'D 64'"),
         (grouped, {"block_size": 16}, "block_size: got 16"),
         (grouped, {"heads": 260}, "num_query_heads: got 260"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from mtp_backend.cache import Span, build_layout
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.models.config import YarnConfig
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops import ops_for
 from mtp_backend.ops.npu_batch import attention_batch
@@ -56,6 +57,7 @@ BROKEN = [
     (rules.check_rotary, {"heads": 128, "size": 64}, {"heads": 1000}, "input: got '1000 heads'"),
     (rules.check_rotary, {"heads": 128, "size": 64}, {"size": 63}, "input: got 'D 63'"),
     (rules.check_rotary, {"heads": 128, "size": 64}, {"size": 896}, "input: got 'D 896'"),
+    (rules.check_angles, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale_all_dim": 0.7}, "r1: got 'YaRN mscale 1'"),
     (
         rules.check_batch,
         {"query_ends": [2, 5], "kv_lens": [2, 9], "num_tokens": 5},
@@ -130,16 +132,17 @@ BROKEN = [
         "atten_mask: got torch.float16",
     ),
 ]
-PAGING = {"block_table": TABLE, "kv_lens": [48, 7], "block_size": 16, "caches": [cache()]}
+PAGING = {"block_table": TABLE, "kv_lens": [48, 7], "block_size": 16, "caches": {"key": cache()}, "width": 512}
 BROKEN += [
     (rules.check_paging, PAGING, {"block_table": TABLE.long()}, "block_table: got torch.int64; allowed: int32"),
     (rules.check_paging, PAGING, {"block_table": TABLE[:1]}, "block_table: got (1, 3); allowed: [2, at least 3]"),
     (rules.check_paging, PAGING, {"block_table": TABLE[0]}, "block_table: got (3,)"),
     (rules.check_paging, PAGING, {"kv_lens": [49, 7]}, "block_table: got (2, 3); allowed: [2, at least 4]"),
-    (rules.check_paging, PAGING, {"caches": [cache(block=32)]}, "key: got (4, 32, 512)"),
-    (rules.check_paging, PAGING, {"caches": [cache()[None]]}, "key: got (1, 4, 16, 512)"),
-    (rules.check_paging, PAGING, {"caches": [cache(width=65536)]}, "key: got (4, 16, 65536)"),
-    (rules.check_paging, PAGING, {"caches": [cache(), cache(blocks=1 << 18)]}, "key: got '2147483648 numbers'"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache(block=32)}}, "key: got (4, 32, 512)"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache()[None]}}, "key: got (1, 4, 16, 512)"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache(), "value": cache(width=64)}}, "value: got (4, 16, 64)"),
+    (rules.check_paging, PAGING, {"caches": {"value": cache(blocks=1 << 18)}}, "value: got '2147483648 numbers'"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache(width=65536)}, "width": 65536}, "heads · D = 65536"),
     (rules.check_contiguous, {"query": torch.ones(2, 3)}, {"query": torch.ones(3, 2).T}, "query: got 'strides (1, 2)'"),
 ]
 
@@ -169,13 +172,14 @@ def network(**changes):
     """Sizes of DeepSeek-V3 unless changed."""
     sizes = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_routed_experts": 256}
     sizes |= {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
-    sizes |= {"hidden_size": 7168, "moe_intermediate_size": 2048}
+    sizes |= {"hidden_size": 7168, "moe_intermediate_size": 2048, "yarn": YarnConfig(40, 4096, mscale_all_dim=1.0)}
     return SimpleNamespace(**sizes | changes)
 
 
 def grouped_network(**changes):
     """Sizes of GLM-4.5 unless changed."""
     sizes = vars(network(num_attention_heads=96, n_routed_experts=160, n_group=1, topk_group=1))
+    sizes["yarn"] = None
     del sizes["kv_lora_rank"], sizes["qk_rope_head_dim"]
     return SimpleNamespace(**sizes | {"num_key_value_heads": 8, "head_dim": 128} | changes)
 
@@ -196,6 +200,7 @@ def test_official_models_are_allowed():
         (network(), BF16, 64, "block_size"),
         (network(kv_lora_rank=256), BF16, 128, "kv_lora_rank"),
         (network(n_group=128), BF16, 128, "group_count"),
+        (network(yarn=YarnConfig(40, 4096)), BF16, 128, "mscale"),
         (network(hidden_size=1 << 16), BF16, 128, "hidden size"),
         (grouped_network(), FP32, 128, "query"),
         (grouped_network(), BF16, 16, "block_size"),
@@ -237,7 +242,7 @@ def test_random_batches_break_no_rule(most_rows):
             rules.check_latent_rows(batch.query_ends)
         mode, mask = (3, MASK) if batch.causal else (0, None)
         rules.check_mask(batch.query_ends, mode, mask)
-        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, [cache(1000, block_size)])
+        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, {"key": cache(1000, block_size)}, 512)
         piece, positions, tables = 0, layout.positions.tolist(), batch.block_tables.tolist()
         owners = [span for span in spans for _ in range(span.length)]
         for row in range(tokens):

@@ -52,7 +52,9 @@ class NpuOps:
         rules.check_latent_rows(batch.query_ends)
         rules.check_latent_sizes(query.dtype, query.shape[1], query.shape[2], query_rope.shape[2], block_size)
         rules.check_same_type(rules.ATTENTION, query=query, query_rope=query_rope, key=key, key_rope=key_rope)
-        rules.check_contiguous(key_rope=key_rope)
+        rope_caches, rope_width = {"key_rope": key_rope}, query_rope.shape[2]
+        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, rope_caches, rope_width)
+        rules.check_contiguous(query_rope=query_rope, key_rope=key_rope)
         ropes = {"query_rope": query_rope, "key_rope": key_rope}
         return self._attention(query, key, key, batch, scale, 1, **ropes)[:, :heads]
 
@@ -131,7 +133,8 @@ class NpuOps:
         block_size = key.shape[1]
         sparse_mode, mask = (3, self._mask) if batch.causal else (0, None)
         rules.check_mask(batch.query_ends, sparse_mode, mask)
-        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, [key, value])
+        caches, width = {"key": key, "value": value}, kv_heads * query.shape[2]
+        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, caches, width)
         rules.check_contiguous(query=query, key=key, value=value)
         return torch_npu.npu_fused_infer_attention_score_v2(
             query,

@@ -48,6 +48,8 @@ def check_model(model: Any, dtype: torch.dtype, block_size: int) -> None:
         model.n_routed_experts, model.num_experts_per_tok, model.n_group, model.topk_group, model.norm_topk_prob
     )
     check_experts(model.n_routed_experts, model.hidden_size, model.moe_intermediate_size)
+    if model.yarn is not None:
+        check_angles(model.yarn.mscale, model.yarn.mscale_all_dim)
 
 
 def padded_heads(heads: int) -> int:
@@ -110,8 +112,10 @@ def check_mask(query_ends: list[int], sparse_mode: int, mask: Tensor | None) -> 
     _demand(mask.dtype in types, ATTENTION, "atten_mask", mask.dtype, f"one of {types}")
 
 
-def check_paging(block_table: Tensor, kv_lens: list[int], block_size: int, caches: list[Tensor]) -> None:
-    """The block table, and cache tensors [blocks, block, heads · D]."""
+def check_paging(
+    block_table: Tensor, kv_lens: list[int], block_size: int, caches: dict[str, Tensor], width: int
+) -> None:
+    """The block table, and cache tensors [blocks, block, width = heads · D]."""
     _demand(block_table.dtype == torch.int32, ATTENTION, "block_table", block_table.dtype, "int32")
     blocks = -(-max(kv_lens) // block_size)
     _demand(
@@ -121,15 +125,12 @@ def check_paging(block_table: Tensor, kv_lens: list[int], block_size: int, cache
         tuple(block_table.shape),
         f"[{len(kv_lens)}, at least {blocks}]: a row for each sequence, with room for the longest",
     )
-    for cache in caches:
-        _demand(
-            cache.dim() == 3 and cache.shape[1] == block_size and cache.shape[2] <= MOST_INNER,
-            ATTENTION,
-            "key",
-            tuple(cache.shape),
-            f"[blocks, block_size = {block_size}, heads · D ≤ {MOST_INNER}]",
-        )
-        _demand(cache.numel() < 1 << 31, ATTENTION, "key", f"{cache.numel()} numbers", "less than 2³¹ numbers")
+    _demand(width <= MOST_INNER, ATTENTION, "key", f"heads · D = {width}", f"at most {MOST_INNER}")
+    for name, cache in caches.items():
+        shape = tuple(cache.shape)
+        expected = f"[blocks, {block_size}, {width}]: block_size and heads · D"
+        _demand(len(shape) == 3 and shape[1:] == (block_size, width), ATTENTION, name, shape, expected)
+        _demand(cache.numel() < 1 << 31, ATTENTION, name, f"{cache.numel()} numbers", "less than 2³¹ numbers")
 
 
 def check_contiguous(**tensors: Tensor) -> None:
@@ -175,6 +176,17 @@ def check_rotary(heads: int, size: int) -> None:
     """Rotation of x [1, T, heads, D]."""
     _demand(heads < 1000, "npu_rotary_mul", "input", f"{heads} heads", "less than 1000 heads")
     _demand(size < 896 and size % 2 == 0, "npu_rotary_mul", "input", f"D {size}", "an even D less than 896")
+
+
+def check_angles(mscale: float, mscale_all_dim: float) -> None:
+    """YaRN enlarges cosines and sines where mscale is the larger of its two factors."""
+    _demand(
+        mscale <= mscale_all_dim,
+        "npu_rotary_mul",
+        "r1",
+        f"YaRN mscale {mscale:g}",
+        f"at most mscale_all_dim = {mscale_all_dim:g}, so that cosines are in [−1, 1]",
+    )
 
 
 def check_gating(experts: int, top_k: int, groups: int, top_groups: int, normalize: bool) -> None:

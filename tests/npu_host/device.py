@@ -2,7 +2,8 @@
 
 `install` puts a CPU kernel in the place of every one that torch_npu registers, except those that allocate memory or
 make views. Operations of the npu:: and atb:: namespaces run references that are registered with `npu_op`; one without
-a reference raises NotImplementedError. Nothing falls back to the CPU silently.
+a reference raises NotImplementedError. An aten operation that torch_npu would itself run on the CPU fails, or shows as
+copies that are counted.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def install() -> None:
     special = {
         "aten::copy_": _copy,
         "aten::_copy_from": lambda source, to, non_blocking=False: _copy(to, source),
+        "aten::_copy_from_and_resize": _refuse_fallback,
         "aten::_to_copy": _to_copy,
     }
     for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(KEY):
@@ -92,7 +94,7 @@ def install() -> None:
         elif space in ("npu", "atb") and name not in KEPT_NPU:
             reference = _references.get(qualified)
             missing = functools.partial(_refuse, qualified)
-            kernel = functools.partial(_run_checked, reference, qualified) if reference else missing
+            kernel = functools.partial(run_checked, reference, qualified) if reference else missing
         else:
             continue
         libraries[space].impl(name, kernel, KEY, allow_override=True)
@@ -143,7 +145,7 @@ def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
         return _map(to_device, kernel(*_map(to_host, args), **_map(to_host, kwargs)))
 
 
-def _run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+def run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """`_run`, and a check that the reference gives the shapes and types of torch_npu's own Meta kernel."""
 
     def to_meta(value: Any) -> Any:
@@ -212,6 +214,11 @@ def _is_view(operation: Callable[..., Any]) -> bool:
     """Whether the result shares memory with an argument that is not written. `contiguous` may copy."""
     infos = [result.alias_info for result in operation._schema.returns]
     return operation._schema.name != "aten::contiguous" and any(info and not info.is_write for info in infos)
+
+
+def _refuse_fallback(*args: Any) -> None:
+    """torch_npu copies the results of operations that it runs on the CPU this way."""
+    raise DeviceError("an operation that the device does not have fell back to the CPU")
 
 
 def _refuse(qualified: str, *args: Any, **kwargs: Any) -> None:

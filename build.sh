@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Sets the project up in .venv and runs its demonstration or its tests.
+# Sets the project up in .venv and runs its demonstration or its tests. Those of the NPU have their own .venv-npu.
 #
 #   ./build.sh setup          environment, server and commands in .venv; may be repeated
 #   ./build.sh demo           starts the server with each demo model and generates through it
-#   ./build.sh test [GROUP]   all tests, or one group: fast, unit, engine, server, load
+#   ./build.sh test [GROUP]   all tests, or one group: fast, unit, engine, server, load, npu
 #
 # PYTHON names the interpreter (3.11 or 3.12), TRITONSERVER_BIN a Triton server other than the packaged one.
 set -euo pipefail
 cd "$(dirname "$0")"
 root=$PWD
 venv=$root/.venv
+npu_venv=$root/.venv-npu
 
 say() { printf '\n== %s\n' "$*" >&2; }
 fail() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
@@ -48,9 +49,9 @@ PY
 
 # Some distributions leave out what venv needs to put pip in; the host's own pip can do it.
 make_venv() {
-  [ -x "$venv/bin/pip" ] || "$1" -m venv "$venv" 2>/dev/null || {
-    "$1" -m venv --without-pip "$venv"
-    "$1" -m pip --python "$venv/bin/python" install pip
+  [ -x "$2/bin/pip" ] || "$1" -m venv "$2" 2>/dev/null || {
+    "$1" -m venv --without-pip "$2"
+    "$1" -m pip --python "$2/bin/python" install pip
   }
 }
 
@@ -61,7 +62,7 @@ setup() {
   wanted=$(cat pyproject.toml client/pyproject.toml constraints.txt build.sh | sha256sum)
   if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     say "environment in .venv ($("$python" --version))"
-    make_venv "$python"
+    make_venv "$python" "$venv"
     say "packages (torch is the largest)"
     "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test,grammar]' -e 'client[gateway]'
     # The server's package has a Python interface of its own, and xgrammar a GPU compiler, which are not used: leave
@@ -72,15 +73,39 @@ setup() {
   ln -sfn "$("$venv/bin/mtp" install-server)" "$venv/bin/tritonserver"
 }
 
+# The real torch_npu over an emulated device (docs/npu.md).
+setup_npu() {
+  local python wanted torch install
+  python=$(find_python)
+  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/*.py tests/npu_host/*.c | sha256sum)
+  [ "$(cat "$npu_venv/.installed" 2>/dev/null)" != "$wanted" ] || return 0
+  say "environment of the emulated NPU in .venv-npu ($("$python" --version))"
+  command -v gcc >/dev/null && command -v readelf >/dev/null || fail "gcc and binutils are needed to emulate an NPU"
+  make_venv "$python" "$npu_venv"
+  install=("$npu_venv/bin/pip" install --disable-pip-version-check -c constraints.txt)
+  # torch_npu refuses a torch that is built for CUDA, so a build for the CPU is asked for first.
+  torch=$(grep '^torch==' constraints.txt)
+  "${install[@]}" "$torch+cpu" || "${install[@]}" "$torch"
+  "${install[@]}" -e '.[npu]' pytest
+  "$npu_venv/bin/python" tests/npu_host/stand_ins.py "$npu_venv/cann"
+  printf '%s' "$wanted" > "$npu_venv/.installed"
+}
+
+run_npu_tests() {
+  setup_npu
+  LD_LIBRARY_PATH="$npu_venv/cann" "$npu_venv/bin/python" -m pytest tests/npu
+}
+
 run_tests() {
   local group=${1:-all}
-  setup
+  [ "$group" = npu ] || setup
   say "tests: $group"
   case $group in
-    all) "$venv/bin/python" -m pytest tests ;;
+    all) "$venv/bin/python" -m pytest tests; run_npu_tests ;;
+    npu) run_npu_tests ;;
     fast) "$venv/bin/python" -m pytest tests/unit tests/engine -m 'not slow' ;;
     unit | engine | server | load) "$venv/bin/python" -m pytest "tests/$group" ;;
-    *) fail "test group '$group'; allowed: fast, unit, engine, server, load" ;;
+    *) fail "test group '$group'; allowed: fast, unit, engine, server, load, npu" ;;
   esac
 }
 

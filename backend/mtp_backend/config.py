@@ -103,7 +103,7 @@ class EngineConfig:
         model: checkpoint directory in Hugging Face layout.
         speculative: draft settings; a dictionary with the same keys is accepted. None decodes without speculation.
         dtype: "auto" (what the checkpoint's configuration says), "bfloat16" or "float32".
-        device: "cpu".
+        device: "cpu", or "npu" for an Ascend NPU.
         max_model_len: longest sequence in tokens, prompt and output together; None takes the checkpoint's limit.
         block_size: tokens per KV block.
         kv_cache_bytes: upper bound of the KV pool in bytes; the pool is never larger than max_num_seqs sequences
@@ -140,7 +140,7 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise InvalidArgument("model", self.model, "the path of a checkpoint directory")
         checks.choice("dtype", self.dtype, {"auto", "bfloat16", "float32"})
-        checks.choice("device", self.device, {"cpu"})
+        checks.choice("device", self.device, {"cpu", "npu"})
         if self.max_model_len is not None:
             checks.integer("max_model_len", self.max_model_len, 2)
         checks.integer("block_size", self.block_size, 1, 1024)

@@ -41,7 +41,7 @@ ALLOWED = {
     "model": "checkpoint directory",
     "speculative": "object or null",
     "dtype": "auto, bfloat16, float32",
-    "device": "cpu",
+    "device": "cpu, npu",
     "max_model_len": "≥ 2",
     "block_size": "1 … 1024",
     "sequence_ttl_seconds": "(0, 1e+09]",
@@ -105,7 +105,9 @@ def test_unknown_key(field):
     with pytest.raises(InvalidArgument, match="no such key; the keys are block_size, ") as error:
         EngineConfig.from_dict({"model": "somewhere", field: 1})
     assert error.value.field == f"engine.{field}"
-    with pytest.raises(InvalidArgument, match="no such key; the keys are begin_thinking_phase_token, draft_model, ") as error:
+    with pytest.raises(
+        InvalidArgument, match="no such key; the keys are begin_thinking_phase_token, draft_model, "
+    ) as error:
         EngineConfig.from_dict({"model": "somewhere", "speculative": {field + "x": 1}})
     assert error.value.field == f"speculative.{field}x"
 

@@ -40,9 +40,10 @@ def test_rotary_is_multiplication_by_a_complex_number(interleaved):
 @pytest.mark.parametrize(("num_groups", "top_groups", "top_k"), [(1, 1, 1), (1, 1, 3), (4, 2, 3), (4, 1, 2), (2, 2, 8)])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_select_experts_is_noaux_tc(num_groups, top_groups, top_k, normalize):
-    scores = torch.randn(50, 8).sigmoid()
+    logits = torch.randn(50, 8)
+    scores = logits.sigmoid()
     bias = torch.randn(8)  # large enough to change most choices, and to make some biased scores negative
-    ids, weights = OPS.select_experts(scores, bias, top_k, num_groups, top_groups, normalize, scaling=2.5)
+    ids, weights = OPS.select_experts(logits, bias, top_k, num_groups, top_groups, normalize, scaling=2.5)
     config = {
         "n_group": num_groups,
         "topk_group": top_groups,

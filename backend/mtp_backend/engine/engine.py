@@ -25,6 +25,7 @@ from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
+from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.speculation import DraftWork, drafter_for
@@ -70,9 +71,12 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
+        ops = ops_for(config.device)
         self.device = torch.device(config.device)
-        self._verifier = Verifier(config.speculative, self.tokenizer, self.device)
+        self._verifier = Verifier(config.speculative, self.tokenizer)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if config.device == "npu":
+            check_model(model, dtype, config.block_size)
         num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
         shapes = model.cache_shapes(num_draft_layers)
         num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))
@@ -82,7 +86,7 @@ class Engine:
             dtype=dtype,
             device=self.device,
             max_positions=longest,
-            ops=ops_for(config.device),
+            ops=ops,
             mtp_source=source,
         )
         self.pool = BlockPool(num_blocks, config.block_size)

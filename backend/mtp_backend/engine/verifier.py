@@ -24,6 +24,9 @@ from mtp_backend.speculation import (
     verify_by_rejection,
 )
 
+# The noise needs float64 and wrapping 64-bit integers, which an NPU does not have.
+HOST = torch.device("cpu")
+
 
 @dataclass
 class Verdict:
@@ -53,17 +56,15 @@ class Verifier:
         InvalidArgument: rates or thinking tokens that the rule cannot work with.
     """
 
-    def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None) -> None:
         config = config or SpeculativeConfig(0)
         self._method = config.rejection_sample_method
         if self._method == "lossy_relaxed":
             self._relaxation = _relaxation(config, tokenizer)
         if self._method == "lossy_synthetic":
-            rates = lossy_conditional_rates(
+            self._rates = lossy_conditional_rates(
                 config.num_speculative_tokens, config.synthetic_acceptance_rates, config.synthetic_acceptance_length
             )
-            self._rates = rates.to(device)
 
     def thinks_after(self, token_ids: SequenceOf[int], thinking: bool = False) -> bool:
         """Whether a text thinks after these tokens; False unless the rule asks."""
@@ -115,25 +116,25 @@ class Verifier:
         """How many drafts the lossy rules accept."""
         ids, num_drafts = self._padded(shares)
         if self._method == "lossy_synthetic":
-            noise = uniform(_starts(shares, ACCEPT), len(self._rates), self._device)
+            noise = uniform(_starts(shares, ACCEPT), len(self._rates), HOST)
             return count_accepted_lossy_synthetic(num_drafts, self._rates, noise).tolist()
         size, vocab = ids.shape[1], rows[0].shape[1]
         target_ids = torch.zeros(len(shares), size + 1, dtype=torch.int64)
-        probs = torch.zeros(len(shares), size, vocab, device=self._device)
+        probs = torch.zeros(len(shares), size, vocab)
         for index, (own, tokens) in enumerate(zip(rows, drawn, strict=True)):
             target_ids[index, : len(tokens)] = torch.tensor(tokens)
-            probs[index, : len(own) - 1] = own[:-1].float().softmax(-1)
-        thinking = torch.tensor([share.sequence.thinking for share in shares], device=self._device)
-        accepted, _ = self._relaxation.verify(ids, num_drafts, target_ids.to(self._device), probs, thinking)
+            probs[index, : len(own) - 1] = own[:-1].cpu().float().softmax(-1)
+        thinking = torch.tensor([share.sequence.thinking for share in shares])
+        accepted, _ = self._relaxation.verify(ids, num_drafts, target_ids, probs, thinking)
         return accepted.tolist()
 
     def _by_probabilities(self, shares: list[Scheduled], rows: list[Tensor]) -> list[Verdict]:
         ids, num_drafts = self._padded(shares)
         params = [share.sequence.params for share, own in zip(shares, rows, strict=True) for _ in own]
-        probs = filter_logits(torch.cat(rows), params).softmax(-1).split([len(own) for own in rows])
+        probs = filter_logits(torch.cat(rows).cpu(), params).softmax(-1).split([len(own) for own in rows])
         vocab = rows[0].shape[1]
-        target = torch.zeros(len(shares), ids.shape[1] + 1, vocab, device=self._device)
-        draft = torch.zeros(len(shares), ids.shape[1], vocab, device=self._device)
+        target = torch.zeros(len(shares), ids.shape[1] + 1, vocab)
+        draft = torch.zeros(len(shares), ids.shape[1], vocab)
         for index, (share, own) in enumerate(zip(shares, probs, strict=True)):
             target[index, : len(own)] = own
             known = share.sequence.draft_probs[: len(share.draft_ids)]
@@ -142,8 +143,8 @@ class Verifier:
             else:  # chosen, not drawn: by a client
                 draft[index].scatter_(1, ids[index].clamp(min=0)[:, None], 1.0)
         proposal = Proposal(ids, num_drafts, draft, target)
-        accept = uniform(_starts(shares, ACCEPT), ids.shape[1], self._device)
-        race = exponential(_starts(shares), vocab, self._device)
+        accept = uniform(_starts(shares, ACCEPT), ids.shape[1], HOST)
+        race = exponential(_starts(shares), vocab, HOST)
         rule = verify_by_block if self._method == "block" else verify_by_rejection
         accepted, next_ids = (values.tolist() for values in rule(proposal, accept, race))
         return [
@@ -156,7 +157,7 @@ class Verifier:
         size = max(len(share.draft_ids) for share in shares)
         ids = [share.draft_ids + [-1] * (size - len(share.draft_ids)) for share in shares]
         counts = [len(share.draft_ids) for share in shares]
-        return torch.tensor(ids, device=self._device), torch.tensor(counts, device=self._device)
+        return torch.tensor(ids), torch.tensor(counts)
 
 
 def _starts(shares: list[Scheduled], *purpose: int) -> list[int]:

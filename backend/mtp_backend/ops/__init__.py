@@ -1,5 +1,6 @@
 """Device operations: one interface, one module per kind of device."""
 
+from mtp_backend.errors import InvalidArgument
 from mtp_backend.ops.interface import BatchLayout, CacheShape, Ops
 from mtp_backend.ops.reference import ReferenceOps
 
@@ -7,5 +8,17 @@ __all__ = ["BatchLayout", "CacheShape", "Ops", "ReferenceOps", "ops_for"]
 
 
 def ops_for(device: str) -> Ops:
-    """Returns the operations of a device; the configuration has checked its name."""
-    return {"cpu": ReferenceOps}[device]()
+    """Returns the operations of a device; the configuration has checked its name.
+
+    Raises:
+        InvalidArgument: torch_npu or what it needs is not installed.
+    """
+    if device == "cpu":
+        return ReferenceOps()
+    try:
+        from mtp_backend.ops.npu import NpuOps
+    except (ImportError, OSError) as error:
+        raise InvalidArgument(
+            "device", device, f"cpu; npu needs CANN and `pip install torch_npu==2.13.0` ({error})"
+        ) from error
+    return NpuOps()

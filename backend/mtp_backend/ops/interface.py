@@ -79,7 +79,7 @@ class Ops(Protocol):
 
     def select_experts(
         self,
-        scores: Tensor,
+        logits: Tensor,
         bias: Tensor,
         top_k: int,
         num_groups: int,
@@ -87,9 +87,9 @@ class Ops(Protocol):
         normalize: bool,
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
-        """noaux_tc routing (DeepSeek-V3): sigmoid scores [T, E] → expert ids [T, top_k] and weights [T, top_k].
+        """noaux_tc routing (DeepSeek-V3): logits [T, E] → expert ids [T, top_k] and weights [T, top_k].
 
-        The bias [E] takes part in the choice, not in the weights.
+        An expert's score is the sigmoid of its logit. The bias [E] takes part in the choice, not in the weights.
         """
 
     def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

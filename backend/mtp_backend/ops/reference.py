@@ -71,7 +71,7 @@ class ReferenceOps:
 
     def select_experts(
         self,
-        scores: Tensor,
+        logits: Tensor,
         bias: Tensor,
         top_k: int,
         num_groups: int,
@@ -79,6 +79,7 @@ class ReferenceOps:
         normalize: bool,
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
         choice = scores + bias
         if num_groups > 1:
             grouped = choice.unflatten(-1, (num_groups, -1))

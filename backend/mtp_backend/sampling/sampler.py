@@ -24,18 +24,19 @@ def sample(logits: Tensor, params: list[SamplingParams], positions: list[int]) -
     Returns:
         N token ids.
     """
-    tokens = logits.argmax(-1)
+    tokens = logits.argmax(-1).tolist()
     drawn = [row for row, row_params in enumerate(params) if row_params.temperature > 0]
     if drawn:
-        rows = torch.tensor(drawn, device=logits.device)
         chosen = [params[row] for row in drawn]
-        scores = filter_logits(logits[rows], chosen).double()
+        # On the host: the noise needs float64 and wrapping 64-bit integers, which an NPU does not have.
+        scores = filter_logits(logits[drawn].cpu(), chosen).double()
         starts = [
             stream_start(row_params.noise_seed, positions[row]) for row, row_params in zip(drawn, chosen, strict=True)
         ]
-        race = scores - exponential(starts, logits.shape[-1], logits.device).log()
-        tokens[rows] = race.argmax(-1)
-    return tokens.tolist()
+        race = scores - exponential(starts, scores.shape[-1], scores.device).log()
+        for row, token in zip(drawn, race.argmax(-1).tolist(), strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:

@@ -121,12 +121,12 @@ class Drafter(ABC):
         # Position of a step's first draft in the text.
         first = [item.start + len(item.token_ids) + 1 for item in work]
         if self._config.uses_draft_probs and any(own.temperature > 0 for own in params):
-            probs = filter_logits(logits, params).softmax(-1)
+            probs = filter_logits(logits.cpu(), params).softmax(-1)  # on the host, as `sample`
             starts = [
                 stream_start(own.noise_seed, position, DRAFT + index)
                 for own, position in zip(params, first, strict=True)
             ]
-            drawn = draw(probs, exponential(starts, logits.shape[-1], logits.device)).tolist()
+            drawn = draw(probs, exponential(starts, probs.shape[-1], probs.device)).tolist()
             for own, row, made in zip(params, probs, drafts, strict=True):
                 if own.temperature > 0:
                     made.probs.append(row)

@@ -33,7 +33,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Router: sigmoid scores in float32 and the correction bias of noaux_tc."""
+    """Router: logits in float32 and the correction bias of noaux_tc."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -45,9 +45,8 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] → expert ids and weights, [T, num_experts_per_tok] each."""
         config = self.config
-        scores = F.linear(x.float(), self.weight).sigmoid()
         return self.ops.select_experts(
-            scores,
+            F.linear(x.float(), self.weight),
             self.e_score_correction_bias,
             top_k=config.num_experts_per_tok,
             num_groups=config.n_group,

@@ -20,15 +20,16 @@ class RotaryTable:
     def __init__(
         self, dim: int, theta: float, max_positions: int, device: torch.device, yarn: YarnConfig | None = None
     ):
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        # Computed on the host: other devices' cosines may be coarse at large angles.
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         frequencies = 1.0 / theta**exponents
         magnitude = 1.0
         if yarn is not None:
             frequencies = _yarn_frequencies(frequencies, dim, theta, yarn)
             magnitude = yarn_magnitude(yarn.factor, yarn.mscale) / yarn_magnitude(yarn.factor, yarn.mscale_all_dim)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), frequencies)
-        self._cos = angles.cos() * magnitude
-        self._sin = angles.sin() * magnitude
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        self._cos = (angles.cos() * magnitude).to(device)
+        self._sin = (angles.sin() * magnitude).to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, dim / 2] each, of positions [T]."""

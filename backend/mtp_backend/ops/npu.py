@@ -1,0 +1,162 @@
+"""Operations of Ascend NPUs (Atlas A2 and A3) through torch_npu; the one module of `ops` that imports it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from mtp_backend.ops import npu_rules as rules
+from mtp_backend.ops.interface import BatchLayout
+from mtp_backend.ops.npu_batch import AttentionBatch, attention_batch
+
+
+class NpuOps:
+    """Implements `Ops` with fused operations; their documented rules are checked before each call."""
+
+    def __init__(self) -> None:
+        # The attention takes the upper triangle of a fixed size for every causal batch.
+        self._mask = torch.ones(rules.MASK_SHAPE, dtype=torch.bool).triu(1).to("npu")
+        self._batch: tuple[BatchLayout | None, AttentionBatch | None] = None, None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rules.check_same_type("npu_rms_norm", input=x, gamma=weight)
+        return torch_npu.npu_rms_norm(x, weight, eps)[0]
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        # In float32: npu_interleave_rope and angles of 16 bits would lose what the angles' precision gives.
+        rules.check_rotary(*x.shape[1:])
+        if interleaved:
+            cos, sin = (part.repeat_interleave(2, dim=-1) for part in (cos, sin))
+        else:
+            cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
+        mode = "interleave" if interleaved else "half"
+        turned = torch_npu.npu_rotary_mul(x[None].float(), cos[None, :, None], sin[None, :, None], mode)
+        return turned[0].to(x.dtype)
+
+    def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
+        rules.check_same_type("npu_scatter_nd_update_", input=cache, updates=values)
+        torch_npu.npu_scatter_nd_update_(cache.flatten(0, 1), slots[:, None], values)
+
+    def mla_attention(
+        self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
+    ) -> Tensor:
+        batch = self._attention_batch(layout, rules.MOST_LATENT_ROWS)
+        heads = q_latent.shape[1]
+        extra = rules.padded_heads(heads) - heads
+        query, query_rope = (F.pad(part, (0, 0, 0, extra)) if extra else part for part in (q_latent, q_rope))
+        query, query_rope = query.contiguous(), query_rope.contiguous()
+        key, key_rope = latent.flatten(2), rope.flatten(2)
+        block_size = latent.shape[1]
+        rules.check_latent_rows(batch.query_ends)
+        rules.check_latent_sizes(query.dtype, query.shape[1], query.shape[2], query_rope.shape[2], block_size)
+        rules.check_same_type(rules.ATTENTION, query=query, query_rope=query_rope, key=key, key_rope=key_rope)
+        rope_caches, rope_width = {"key_rope": key_rope}, query_rope.shape[2]
+        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, rope_caches, rope_width)
+        rules.check_contiguous(query_rope=query_rope, key_rope=key_rope)
+        ropes = {"query_rope": query_rope, "key_rope": key_rope}
+        return self._attention(query, key, key, batch, scale, 1, **ropes)[:, :heads]
+
+    def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
+        batch = self._attention_batch(layout, None)
+        kv_heads, size = key.shape[2:]
+        rules.check_grouped_sizes(query.dtype, query.shape[1], kv_heads, size, key.shape[1])
+        rules.check_same_type(rules.ATTENTION, query=query, key=key, value=value)
+        return self._attention(query.contiguous(), key.flatten(2), value.flatten(2), batch, scale, kv_heads)
+
+    def select_experts(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        normalize: bool,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor]:
+        rules.check_same_type("npu_moe_gating_top_k", x=logits, bias=bias)
+        rules.check_gating(logits.shape[1], top_k, num_groups, top_groups, normalize)
+        weights, ids, _ = torch_npu.npu_moe_gating_top_k(
+            logits,
+            top_k,
+            bias=bias,
+            k_group=top_groups,
+            group_count=num_groups,
+            group_select_mode=1,  # a group is as good as its two best experts
+            norm_type=1,  # sigmoid
+            routed_scaling_factor=scaling,
+            eps=1e-20,
+        )
+        return ids, weights
+
+    def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts, double_width, hidden = gate_up.shape
+        rules.check_experts(experts, hidden, double_width // 2)
+        rules.check_unpermute(ids.shape[1])
+        rules.check_same_type("npu_grouped_matmul", x=x, weight=gate_up, next_weight=down)
+        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+            x,
+            ids,
+            active_num=ids.numel(),
+            expert_num=experts,
+            expert_tokens_num_type=1,  # counts
+            expert_tokens_num_flag=True,
+            quant_mode=-1,
+            active_expert_range=[0, experts],
+        )
+        rows = self.swiglu(_grouped_matmul(rows, gate_up, counts))
+        return torch_npu.npu_moe_token_unpermute(_grouped_matmul(rows, down, counts), places, weights)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        rules.check_same_type("npu_swiglu", input=x)
+        return torch_npu.npu_swiglu(x)
+
+    def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
+        """All layers of a pass share one layout, and one copy of it on the device."""
+        if self._batch[0] is not layout:
+            batch = attention_batch(layout, most_rows)
+            rules.check_batch(batch.query_ends, batch.kv_lens, len(layout.positions))
+            self._batch = layout, batch
+        return self._batch[1]
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        kv_heads: int,
+        **ropes: Tensor,
+    ) -> Tensor:
+        block_size = key.shape[1]
+        sparse_mode, mask = (3, self._mask) if batch.causal else (0, None)
+        rules.check_mask(batch.query_ends, sparse_mode, mask)
+        caches, width = {"key": key, "value": value}, kv_heads * query.shape[2]
+        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, caches, width)
+        rules.check_contiguous(query=query, key=key, value=value)
+        return torch_npu.npu_fused_infer_attention_score_v2(
+            query,
+            key,
+            value,
+            **ropes,
+            atten_mask=mask,
+            actual_seq_qlen=batch.query_ends,
+            actual_seq_kvlen=batch.kv_lens,
+            block_table=batch.block_tables,
+            num_query_heads=query.shape[1],
+            num_key_value_heads=kv_heads,
+            softmax_scale=scale,
+            input_layout="TND",
+            sparse_mode=sparse_mode,
+            block_size=block_size,
+        )[0]
+
+
+def _grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows sorted by expert times each expert's matrix, weight [experts, out, in]."""
+    [result] = torch_npu.npu_grouped_matmul(
+        [rows], [weight.mT], group_list=counts, group_list_type=1, split_item=2, group_type=0
+    )
+    return result

@@ -1,0 +1,49 @@
+"""A batch as the attention operation of torch_npu takes it. Needs no torch_npu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp_backend.ops.interface import BatchLayout
+
+
+@dataclass
+class AttentionBatch:
+    """Arguments that follow from where a batch stands in the cache; the same for all layers.
+
+    Attributes:
+        query_ends: cumulative query lengths.
+        kv_lens: cached keys of each sequence, not cumulative.
+        block_tables: int32 [sequences, blocks].
+        causal: whether a sequence has several query rows, so that a mask is needed.
+    """
+
+    query_ends: list[int]
+    kv_lens: list[int]
+    block_tables: Tensor
+    causal: bool
+
+
+def attention_batch(layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
+    """The arguments for a layout.
+
+    Args:
+        most_rows: query rows that the operation takes of a sequence; None for any number. A longer one, which is part
+            of a prompt, enters as several sequences of that many rows. They share its block table, and each sees the
+            keys up to its own last row.
+    """
+    query_ends, kv_lens, rows = [], [], []
+    starts = [0, *layout.query_ends]
+    for sequence, (start, end, keys) in enumerate(zip(starts, layout.query_ends, layout.kv_lens, strict=False)):
+        step = most_rows or end - start
+        for piece_end in [*range(start + step, end, step), end]:
+            query_ends.append(piece_end)
+            kv_lens.append(keys - (end - piece_end))
+            rows.append(sequence)
+    tables = layout.block_tables.to(torch.int32)
+    if len(rows) > len(tables):
+        tables = tables[torch.tensor(rows, device=tables.device)]
+    return AttentionBatch(query_ends, kv_lens, tables, causal=len(query_ends) < query_ends[-1])

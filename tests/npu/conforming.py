@@ -1,0 +1,75 @@
+"""The demo checkpoints, changed so that the rules of the NPU operations hold: the same text with legal sizes.
+
+Two sizes of the demo checkpoints are too small for the documented rules: the 2 experts of a routing group (more than 2
+are demanded) and the 64 dimensions of a grouped-query head (128 are demanded).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+DEMO = Path(__file__).resolve().parents[2] / "checkpoints"
+NEVER = -1e4  # a correction bias that no score outweighs
+
+
+def conforming(name: str, directory: Path) -> Path:
+    """Writes the changed "deepseek" or "glm" demo checkpoint into `directory`."""
+    source = DEMO / f"{name}-demo"
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    {"deepseek": _add_experts, "glm": _widen_heads}[name](config, tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def _add_experts(config: dict, tensors: dict[str, Tensor]) -> None:
+    """Two more experts in each group of two. Their bias keeps them from being chosen."""
+    experts = config["n_routed_experts"]
+    config["n_routed_experts"] = 2 * experts
+    for key in [key for key in tensors if ".mlp.gate.weight" in key]:
+        bias_key = key.replace("weight", "e_score_correction_bias")
+        own, bias = tensors[key].unflatten(0, (-1, 2)), tensors[bias_key].unflatten(0, (-1, 2))
+        tensors[key] = torch.cat([own, torch.zeros_like(own)], dim=1).flatten(0, 1)
+        tensors[bias_key] = torch.cat([bias, torch.full_like(bias, NEVER)], dim=1).flatten()
+        layer = key.removesuffix("gate.weight") + "experts."
+        old = {part: tensors.pop(part) for part in list(tensors) if part.startswith(layer)}
+        for part, tensor in old.items():
+            number, _, rest = part.removeprefix(layer).partition(".")
+            place = int(number) // 2 * 4 + int(number) % 2
+            tensors[f"{layer}{place}.{rest}"] = tensor
+            tensors[f"{layer}{place + 2}.{rest}"] = tensor.flip(0)
+
+
+def _widen_heads(config: dict, tensors: dict[str, Tensor]) -> None:
+    """Heads of 128 dimensions, of which the upper half is 0.
+
+    The mean square that q_norm and k_norm divide by is halved, so their outputs grow by √2 each; the softmax scale
+    shrinks by √2. One factor √2 is left, and is taken from k_norm's weight.
+    """
+    size = config["head_dim"]
+    config["head_dim"] = 2 * size
+    config["partial_rotary_factor"] /= 2
+    for key, tensor in tensors.items():
+        if ".self_attn." not in key:
+            continue
+        if key.endswith(("q_norm.weight", "k_norm.weight")):
+            widened = torch.cat([tensor, torch.ones_like(tensor)])
+            tensors[key] = widened / 2**0.5 if "k_norm" in key else widened
+        elif "o_proj" in key:
+            tensors[key] = _pad(tensor.T, size).T
+        else:
+            tensors[key] = _pad(tensor, size)
+
+
+def _pad(tensor: Tensor, size: int) -> Tensor:
+    """[heads · size, …] → [heads · 2 · size, …] with zeros behind each head."""
+    heads = tensor.unflatten(0, (-1, size))
+    return torch.cat([heads, torch.zeros_like(heads)], dim=1).flatten(0, 1)

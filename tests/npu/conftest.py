@@ -1,0 +1,71 @@
+"""Tests on the emulated NPU. They are collected only in the environment that `./build.sh test npu` makes."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+if (Path(sys.prefix) / "cann").is_dir():
+    import torch
+    from mtp_backend import LLM
+    from mtp_backend.ops import npu_rules
+    from npu_host import attention, device, references
+
+    from npu.conforming import conforming
+
+    torch.set_num_threads(1)
+    device.install()
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+BLOCK_SIZE = {"deepseek": 16, "glm": 128}
+
+
+@pytest.fixture
+def float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the attention take float32, which no device does: the one rule that is relaxed, to compare exactly."""
+    monkeypatch.setattr(npu_rules, "LATENT_TYPES", npu_rules.VECTOR_TYPES)
+    monkeypatch.setattr(npu_rules, "GROUPED_TYPES", npu_rules.VECTOR_TYPES)
+    monkeypatch.setattr(attention, "LATENT_ATTENTION_TYPES", references.FLOATS)
+    monkeypatch.setattr(attention, "GROUPED_ATTENTION_TYPES", references.FLOATS)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """checkpoint(name): the demo checkpoint "deepseek" or "glm" with sizes that the rules allow."""
+    made: dict[str, str] = {}
+
+    def path(name: str) -> str:
+        if name not in made:
+            made[name] = str(conforming(name, tmp_path_factory.mktemp(name)))
+        return made[name]
+
+    return path
+
+
+@pytest.fixture
+def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
+    """make_llm(name, device, k, dtype): an LLM over a conforming checkpoint; prompts enter in chunks of 40 tokens."""
+
+    def make(name: str, device: str, k: int, dtype: str) -> LLM:
+        return LLM(
+            checkpoint(name),
+            {"num_speculative_tokens": k} if k else None,
+            dtype,
+            device,
+            block_size=BLOCK_SIZE[name],
+            max_model_len=256,
+            max_num_seqs=8,
+            prefill_chunk_size=40,
+            num_threads=1,
+        )
+
+    return make
+
+
+@pytest.fixture
+def trace() -> Iterator["device.Trace"]:
+    """Counts what runs on the device during the test."""
+    with device.traced() as trace:
+        yield trace

@@ -1,0 +1,115 @@
+"""The emulated device itself: what it must not let pass."""
+
+import pytest
+import torch
+import torch_npu
+from npu_host.device import DeviceError, run_checked
+from npu_host.references import Undocumented
+
+BF16 = torch.bfloat16
+
+
+def on_device(*shape, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.rand(shape).to(dtype).to("npu")
+
+
+def test_memory_and_views_are_the_device_s_own():
+    x = torch.arange(12.0).to("npu").view(3, 4)
+    x[1].add_(100)
+    x.unsqueeze(0)[0, 2, :2] = 7
+    assert x.device.type == "npu"
+    assert x.tolist() == [[0, 1, 2, 3], [104, 105, 106, 107], [7, 7, 10, 11]]
+    assert torch.equal((x @ x.T).cpu(), x.cpu() @ x.cpu().T)
+
+
+def test_operation_without_a_reference_fails_by_name():
+    with pytest.raises(NotImplementedError, match="npu::npu_gelu: no reference is registered"):
+        torch_npu.npu_gelu(on_device(2, 3))
+    with pytest.raises(NotImplementedError, match="npu::npu_interleave_rope"):
+        torch_npu.npu_interleave_rope(*[on_device(1, 1, 1, 64, dtype=BF16)] * 3)
+
+
+def test_fallback_to_the_cpu_fails():
+    with pytest.raises(DeviceError, match="fell back to the CPU"):
+        torch.special.bessel_j0(on_device(2, 3))
+
+
+def test_reference_that_contradicts_torch_npu_fails():
+    with pytest.raises(AssertionError, match="npu::npu_swiglu, output 0"):
+        run_checked(lambda x: x, "npu::npu_swiglu", on_device(2, 4))
+
+
+def test_tensors_on_two_devices_fail():
+    with pytest.raises(DeviceError, match=r"aten::add.Tensor: a tensor \(2, 3\) is on cpu"):
+        on_device(2, 3) + torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.double(),
+        lambda x: torch.ones(3, dtype=torch.float64).to("npu"),
+        lambda x: x.sum(dtype=torch.float64),
+    ],
+)
+def test_float64_fails(make):
+    with pytest.raises(DeviceError, match="float64"):
+        make(on_device(2, 3))
+
+
+def test_counts(trace):
+    x = torch.ones(2, 3).to("npu")
+    (x + x).sum().item()
+    x.argmax(-1).tolist()
+    assert trace.copies == {"host to device": [24], "device to host": [4, 16]}
+    assert trace.operations["aten::add.Tensor"] == 1
+
+
+def latent_call(**changes):
+    """Two sequences of 3 and 1 rows over blocks of 16."""
+    q, cache = on_device(4, 8, 512, dtype=BF16), on_device(5, 16, 512, dtype=BF16)
+    arguments = {
+        "query": q,
+        "key": cache,
+        "value": cache,
+        "query_rope": q[..., :64].contiguous(),
+        "key_rope": cache[..., :64].contiguous(),
+        "atten_mask": torch.ones(2048, 2048, dtype=torch.bool).triu(1).to("npu"),
+        "actual_seq_qlen": [3, 4],
+        "actual_seq_kvlen": [20, 2],
+        "block_table": torch.tensor([[3, 1], [2, 0]], dtype=torch.int32).to("npu"),
+        "num_query_heads": 8,
+        "num_key_value_heads": 1,
+        "softmax_scale": 0.1,
+        "input_layout": "TND",
+        "sparse_mode": 3,
+        "block_size": 16,
+    }
+    return torch_npu.npu_fused_infer_attention_score_v2(**arguments | changes)[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key_rope": None},
+        {"query_rope": None},
+        {"block_table": None},
+        {"actual_seq_qlen": None},
+        {"actual_seq_qlen": [3, 1]},
+        {"actual_seq_qlen": [3, 5]},
+        {"actual_seq_kvlen": [2, 2]},
+        {"actual_seq_kvlen": [40, 2]},
+        {"num_query_heads": 4},
+        {"num_key_value_heads": 8},
+        {"atten_mask": None},
+        {"sparse_mode": 0},
+        {"block_size": 7},
+        {"input_layout": "BSH"},
+    ],
+    ids=str,
+)
+def test_attention_demands_what_is_documented(change):
+    assert latent_call().shape == (4, 8, 512)
+    with pytest.raises(Undocumented):
+        latent_call(**change)

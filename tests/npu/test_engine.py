@@ -1,0 +1,160 @@
+"""The engine on the emulated NPU gives the tokens of the engine on the CPU."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from mtp_backend import LLM, SamplingParams
+from mtp_backend.cache import KVCache, build_layout
+from mtp_backend.errors import InvalidArgument
+from npu_host.device import traced
+
+from npu.conforming import DEMO
+
+TEXT = (
+    "And it came to pass in those days, that the king of Babylon sent unto the children of Israel, saying, Thus saith "
+    "the LORD of hosts, the God of Israel, Behold, I will bring evil upon this city, and upon all that dwell therein."
+)
+
+
+def requests(llm):
+    """Eight prompts of 1 … 120 tokens; they end one after the other, so that batches of 8 … 1 sequences run."""
+    ids = llm.engine.tokenizer.encode(TEXT * 4, add_special_tokens=False).ids
+    lengths = [20, 1, 120, 7, 17, 60, 2, 33]
+    prompts = [ids[3 * index : 3 * index + length] for index, length in enumerate(lengths)]
+    params = [
+        SamplingParams(max_tokens=2 + 2 * index, ignore_eos=True, temperature=0.7 * (index % 3 == 1), seed=index)
+        for index in range(8)
+    ]
+    return prompts, params
+
+
+def generate(llm):
+    return [output.token_ids for output in llm.generate(*requests(llm))]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the engine on the CPU gives, for each checkpoint and type."""
+    return {}
+
+
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_float32_equals_cpu(make_llm, expected, name, k):
+    if name not in expected:
+        expected[name] = generate(make_llm(name, "cpu", 0, "float32"))
+    assert generate(make_llm(name, "npu", k, "float32")) == expected[name]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_bfloat16_equals_cpu(make_llm, name, k):
+    assert generate(make_llm(name, "npu", k, "bfloat16")) == generate(make_llm(name, "cpu", k, "bfloat16"))
+
+
+def poisoning(cache, sequences):
+    """`build_layout` for target and draft passes, that first fills every slot without a computed key with NaN."""
+
+    def poison(layers, lengths):
+        written = torch.zeros(layers[0][0].shape[:2], dtype=torch.bool)
+        for table, length in lengths:
+            for place in range(length):
+                written[table[place // written.shape[1]], place % written.shape[1]] = True
+        for layer in layers:
+            for tensor in layer:
+                tensor[(~written).to("npu")] = math.nan
+
+    def target(spans, *others):
+        poison(cache.layers[:-1], [(own.block_table, own.num_computed) for own in sequences])
+        return build_layout(spans, *others)
+
+    def draft(spans, *others):
+        own = [(sequence.block_table, sequence.num_drafted) for sequence in sequences]
+        poison(cache.layers[-1:], own + [(span.block_table, span.start) for span in spans])
+        return build_layout(spans, *others)
+
+    return target, draft
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_unused_slots_reach_no_row(make_llm, name):
+    made = []
+
+    class Recorded(KVCache):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    with patch("mtp_backend.engine.engine.KVCache", Recorded):
+        llm = make_llm(name, "npu", 3, "bfloat16")
+    prompts, params = requests(llm)
+    prompts, params = prompts[3:7], [SamplingParams(max_tokens=6, ignore_eos=True)] * 4
+
+    def run(poisoned):
+        engine = llm.engine
+        sequences = [engine.new_sequence(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        target, draft = poisoning(made[0], sequences) if poisoned else (build_layout, build_layout)
+        with (
+            patch("mtp_backend.engine.runner.build_layout", target),
+            patch("mtp_backend.speculation.drafter.build_layout", draft),
+        ):
+            for sequence in sequences:
+                engine.add(sequence)
+            while engine.has_work:
+                engine.step()
+        return [sequence.token_ids for sequence in sequences]
+
+    assert run(poisoned=True) == run(poisoned=False)
+
+
+# Of one decoding step with 2 drafts: 4 target layers, and the draft layer twice. One layer of each target is dense.
+LAYERS, SPARSE_LAYERS, PASSES = 6, 5, 3
+NPU_OPERATIONS = {
+    "npu_fused_infer_attention_score_v2": LAYERS,
+    "npu_scatter_nd_update_": 2 * LAYERS,  # latent and rope key, or key and value
+    "npu_rotary_mul": 2 * LAYERS,
+    "npu_moe_gating_top_k": SPARSE_LAYERS,
+    "npu_moe_init_routing_v2": SPARSE_LAYERS,
+    "npu_grouped_matmul": 2 * SPARSE_LAYERS,
+    "npu_moe_token_unpermute": SPARSE_LAYERS,
+    "npu_swiglu": LAYERS + SPARSE_LAYERS,  # the dense layer's, the routed and the shared experts'
+    "npu_rms_norm": 4 * LAYERS + 1 + 3 * 2,  # and the target's last one, and three of each draft pass
+}
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_operations_and_copies_of_a_step(make_llm, name):
+    llm = make_llm(name, "npu", 2, "bfloat16")
+    engine = llm.engine
+    prompts, _ = requests(llm)
+    for prompt in prompts[:3]:
+        engine.add(engine.new_sequence(prompt, SamplingParams(max_tokens=40, ignore_eos=True)))
+    for _ in range(6):
+        engine.step()
+    with traced() as trace:
+        assert len(engine.step()) == 3
+    npu = {key.removeprefix("npu::"): count for key, count in trace.operations.items() if key.startswith("npu::")}
+    assert npu == NPU_OPERATIONS
+    assert sum(trace.operations.values()) < 50 * LAYERS
+    # Each pass takes its tokens, positions, slots and block tables, each draft pass the rows that it goes on from, the
+    # head its rows; and it gives back its tokens.
+    assert len(trace.copies["host to device"]) <= 4 * PASSES + 2 + 1
+    assert len(trace.copies["device to host"]) <= PASSES
+    assert max(sum(trace.copies.values(), [])) <= 256  # a few numbers each
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("deepseek", {"dtype": "float32"}, "query: got torch.float32"),
+        ("deepseek", {"block_size": 32}, "block_size: got 32"),
+        ("deepseek", {}, "group_count: got 4; allowed: equal groups of more than 2"),
+        ("glm", {"block_size": 16}, "D 64'; allowed: D 128 .head_dim."),
+    ],
+)
+def test_demo_checkpoints_are_refused_with_the_rule(name, options, named):
+    with pytest.raises(InvalidArgument, match=named):
+        LLM(str(DEMO / f"{name}-demo"), device="npu", **options)

@@ -1,0 +1,225 @@
+"""Running operations on the emulated device: its memory is host memory, so a CPU kernel can do each one.
+
+`install` puts a CPU kernel in the place of every one that torch_npu registers, except those that allocate memory or
+make views. Operations of the npu:: and atb:: namespaces run references that are registered with `npu_op`; one without
+a reference raises NotImplementedError. An aten operation that torch_npu would itself run on the CPU fails, or shows as
+copies that are counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_npu  # noqa: F401  registers the device
+from torch import Tensor
+
+KEY = "PrivateUse1"
+# Kernels of torch_npu that work as they are, besides those that make views: they allocate or set a tensor's memory.
+KEPT = {
+    *("_pin_memory", "empty.memory_format", "empty_like", "empty_strided", "is_pinned", "is_set_to"),
+    *("new_empty_strided", "record_stream", "resize_", "set_", "set_.source_Storage"),
+    *("set_.source_Storage_storage_offset", "set_.source_Tensor"),
+}
+KEPT_NPU = {"empty_with_format", "unsafe_empty_with_format", "get_npu_format", "get_storage_size"}
+# An index may be on the host: the device's own kernels copy it.
+HOST_ARGUMENTS = ("index", "_index_put_impl_")
+
+
+class DeviceError(RuntimeError):
+    """The real device could not run this."""
+
+
+@dataclass
+class Trace:
+    """What ran on the device.
+
+    Attributes:
+        operations: how often each operation ran.
+        copies: "host to device" and "device to host" → bytes of each copy.
+    """
+
+    operations: Counter[str] = field(default_factory=Counter)
+    copies: dict[str, list[int]] = field(default_factory=lambda: {"host to device": [], "device to host": []})
+
+
+_traces: list[Trace] = []
+_references: dict[str, Callable[..., Any]] = {}
+_libraries: list[torch.library.Library] = []  # kernels are withdrawn with their library
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    """with traced() as trace: what runs meanwhile is counted in `trace`."""
+    trace = Trace()
+    _traces.append(trace)
+    try:
+        yield trace
+    finally:
+        _traces.remove(trace)
+
+
+def npu_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function, on CPU tensors, is the reference of npu::`name`."""
+
+    def register(reference: Callable[..., Any]) -> Callable[..., Any]:
+        _references[f"npu::{name}"] = reference
+        return reference
+
+    return register
+
+
+def install() -> None:
+    """Replaces the kernels; once for a process, after the references are registered."""
+    libraries = {space: torch.library.Library(space, "IMPL") for space in ("aten", "npu", "atb")}
+    _libraries.extend(libraries.values())
+    special = {
+        "aten::copy_": _copy,
+        "aten::_copy_from": lambda source, to, non_blocking=False: _copy(to, source),
+        "aten::_copy_from_and_resize": _refuse_fallback,
+        "aten::_to_copy": _to_copy,
+    }
+    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(KEY):
+        space, name = qualified.split("::")
+        operation = _operation(qualified)
+        if operation is None:
+            continue
+        if space == "aten" and name not in KEPT and not _is_view(operation):
+            kernel = special.get(qualified) or functools.partial(_run, operation, qualified)
+        elif space in ("npu", "atb") and name not in KEPT_NPU:
+            reference = _references.get(qualified)
+            missing = functools.partial(_refuse, qualified)
+            kernel = functools.partial(run_checked, reference, qualified) if reference else missing
+        else:
+            continue
+        libraries[space].impl(name, kernel, KEY, allow_override=True)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the same bytes."""
+    if tensor.device.type == "cpu":
+        return tensor
+    storage = tensor.untyped_storage()
+    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+    return torch.empty(0, dtype=tensor.dtype).set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Runs a CPU kernel on the bytes of device tensors; what it returns is an argument or a new device tensor."""
+    _check_devices(name, [args, list(kwargs.values())])
+    for trace in _traces:
+        trace.operations[name] += 1
+        if name == "aten::_local_scalar_dense":
+            trace.copies["device to host"].append(args[0].element_size())
+    originals: list[tuple[Tensor, Tensor]] = []
+
+    def to_host(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            originals.append((on_host(value), value))
+            return originals[-1][0]
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
+
+    def to_device(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype == torch.float64:
+            raise DeviceError(f"{name} makes float64 values, which the device does not have")
+        for alias, original in originals:
+            if value is alias:
+                if original.shape != value.shape:  # the kernel resized an output that it was given
+                    original.resize_(value.shape)
+                    on_host(original).copy_(value)
+                return original
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="npu")
+        on_host(result).copy_(value)
+        return result
+
+    with torch.no_grad():
+        return _map(to_device, kernel(*_map(to_host, args), **_map(to_host, kwargs)))
+
+
+def run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """`_run`, and a check that the reference gives the shapes and types of torch_npu's own Meta kernel."""
+
+    def to_meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return value
+
+    result = _run(reference, name, *args, **kwargs)
+    expected = _operation(name)(*_map(to_meta, args), **_map(to_meta, kwargs))
+    for index, (got, wanted) in enumerate(zip(_leaves(result), _leaves(expected), strict=True)):
+        if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+            raise AssertionError(f"{name}, output {index}: reference {got.shape} {got.dtype}, torch_npu {wanted}")
+    return result
+
+
+def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if to.dtype == torch.float64 and to.device.type == "npu":
+        raise DeviceError("copy to float64 values, which the device does not have")
+    if to.device.type == source.device.type:
+        return _run(Tensor.copy_, "aten::copy_", to, source)
+    for trace in _traces:
+        direction = "host to device" if to.device.type == "npu" else "device to host"
+        trace.copies[direction].append(source.numel() * source.element_size())
+    on_host(to).copy_(on_host(source))
+    return to
+
+
+def _to_copy(source: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
+    if dtype == torch.float64 and torch.device(device or "npu").type == "npu":
+        raise DeviceError("conversion to float64: the device would silently give float32")
+    return torch.empty_like(source, dtype=dtype, device=device).copy_(source)
+
+
+def _check_devices(name: str, arguments: Any) -> None:
+    if name.removeprefix("aten::").startswith(HOST_ARGUMENTS):
+        return
+    for value in _leaves(arguments):
+        if isinstance(value, Tensor) and value.device.type != "npu" and value.dim():
+            raise DeviceError(f"{name}: a tensor {tuple(value.shape)} is on {value.device}, the others on npu")
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to every value in lists, tuples and the values of a dictionary."""
+    if isinstance(value, dict):
+        return {key: _map(function, part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        mapped = [_map(function, part) for part in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    return function(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value]
+
+
+def _operation(qualified: str) -> Callable[..., Any] | None:
+    """The operation of a name; None for the few kernels that torch_npu registers without a schema."""
+    space, name = qualified.split("::")
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+
+
+def _is_view(operation: Callable[..., Any]) -> bool:
+    """Whether the result shares memory with an argument that is not written. `contiguous` may copy."""
+    infos = [result.alias_info for result in operation._schema.returns]
+    return operation._schema.name != "aten::contiguous" and any(info and not info.is_write for info in infos)
+
+
+def _refuse_fallback(*args: Any) -> None:
+    """torch_npu copies the results of operations that it runs on the CPU this way."""
+    raise DeviceError("an operation that the device does not have fell back to the CPU")
+
+
+def _refuse(qualified: str, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(f"{qualified}: no reference is registered")

@@ -1,0 +1,172 @@
+"""What the npu:: operations that the project calls compute, and what their documentation demands of the arguments.
+
+Written from the operations' own documentation in torch_npu 2.13.0 (`help(torch_npu.npu_…)`), apart from the product's
+checks: an argument that `mtp_backend.ops.npu_rules` lets through by mistake fails here. Results are computed in
+float32 and rounded once; outputs that the documentation leaves undefined are NaN. Arguments have the defaults of the
+schemas, because a call that gives a default arrives without it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npu_host.device import npu_op
+
+FLOATS = {torch.float16, torch.bfloat16, torch.float32}
+
+
+class Undocumented(ValueError):
+    """An argument that the documentation does not allow."""
+
+
+def demand(condition: bool, text: str) -> None:
+    if not condition:
+        raise Undocumented(text)
+
+
+@npu_op("npu_rms_norm")
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    demand(x.dtype in FLOATS and gamma.dtype == x.dtype, "gamma has the type of x")
+    demand(2 <= x.dim() <= 8 and gamma.shape == x.shape[-1:], "x has 2 … 8 dimensions, gamma is its last one")
+    scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return (x.float() * scale * gamma.float()).to(x.dtype), scale
+
+
+@npu_op("npu_rotary_mul")
+def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, mode: str = "half", rotate: Tensor | None = None) -> Tensor:
+    demand(x.dim() == 4 and x.dtype in FLOATS and rotate is None, "x has 4 dimensions")
+    batch, tokens, heads, size = x.shape
+    demand(cos.shape == sin.shape == (1, tokens, 1, size), "cos and sin are [1, S, 1, D] for x [B, S, N, D]")
+    demand(size < 896 and size % 2 == 0, "D is even and less than 896")
+    demand(batch < 1000 and heads < 1000, "B and N are less than 1000")
+    demand(mode == "half" or (mode == "interleave" and batch * heads < 1000), "mode is half or interleave")
+    demand(bool(cos.abs().max() <= 1 and sin.abs().max() <= 1), "cos and sin are in [−1, 1]")
+    wide = x.float()
+    if mode == "half":
+        first, second = wide.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+    else:
+        turned = torch.stack([-wide[..., 1::2], wide[..., 0::2]], -1).flatten(-2)
+    return (wide * cos.float() + turned * sin.float()).to(x.dtype)
+
+
+@npu_op("npu_scatter_nd_update_")
+def scatter_nd_update_(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    demand(indices.dtype in {torch.int32, torch.int64} and indices.dim() == 2, "indices are integers of 2 dimensions")
+    demand(indices.shape[1] == 1, "only rows are emulated")
+    demand(updates.dtype == x.dtype, "updates have the type of the input")
+    demand(updates.shape == (len(indices), *x.shape[1:]), "updates have one row of the input for each index")
+    demand(bool(((indices >= 0) & (indices < len(x))).all()), "indices are rows of the input")
+    x[indices[:, 0].long()] = updates
+    return x
+
+
+@npu_op("npu_swiglu")
+def swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    demand(x.dtype in FLOATS and x.shape[dim] % 2 == 0, "the split dimension is even")
+    gate, up = x.float().chunk(2, dim)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+@npu_op("npu_moe_gating_top_k")
+def moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, experts = x.shape
+    size = experts // group_count
+    demand(bias is not None, "only choices with a bias are emulated")
+    demand(x.dtype in FLOATS and bias.dtype == x.dtype and bias.shape == (experts,), "the bias has the type of x")
+    demand(experts <= 2048 and experts % group_count == 0 and size > 2, "equal groups of more than 2 experts")
+    demand(-(-size // 32) * 32 * group_count <= 2048, "groups padded to 32 experts make at most 2048")
+    demand(1 <= k_group <= group_count and 1 <= k <= size * k_group, "k experts are in k_group groups")
+    demand(renorm == 0 and norm_type == 1 and group_select_mode in (0, 1), "only sigmoid scores are emulated")
+    scores = x.float().sigmoid()
+    weights, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int32)
+    for row, (own, choice) in enumerate(zip(scores, scores + bias.float(), strict=True)):
+        groups = choice.view(group_count, size)
+        best = groups.topk(2 if group_select_mode else 1).values.sum(-1)
+        open_groups = best.argsort(descending=True, stable=True)[:k_group]
+        allowed = torch.full_like(groups, -torch.inf)
+        allowed[open_groups] = groups[open_groups]
+        ids[row] = allowed.flatten().argsort(descending=True, stable=True)[:k]
+        chosen = own[ids[row].long()]
+        weights[row] = chosen / (chosen.sum() + eps) * routed_scaling_factor
+    return weights.to(x.dtype), ids, torch.full((rows, experts), torch.nan)
+
+
+@npu_op("npu_moe_init_routing_v2")
+def moe_init_routing(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    active_num: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: list[int] | tuple[()] = (),
+    row_idx_type: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    demand(x.dim() == 2 and x.dtype in FLOATS and len(expert_idx) == len(x), "x is [rows, H]")
+    demand(expert_idx.dtype == torch.int32 and expert_idx.dim() == 2, "expert_idx is int32 [rows, k]")
+    demand(bool(((expert_idx >= 0) & (expert_idx < expert_num)).all()), "expert_idx are experts")
+    demand(active_num in (-1, 0, expert_idx.numel()) and drop_pad_mode == 0, "only all rows are emulated")
+    demand(0 < expert_num <= 10240 and list(active_expert_range) == [0, expert_num], "only all experts are emulated")
+    demand(expert_tokens_num_flag and expert_tokens_num_type == 1, "only counts of tokens are emulated")
+    demand(quant_mode == -1 and row_idx_type == 0, "only unquantised gather indices are emulated")
+    order = expert_idx.flatten().argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    counts = torch.bincount(expert_idx.flatten().long(), minlength=expert_num)
+    undefined = torch.full((len(order),), torch.nan)
+    return x[order // expert_idx.shape[1]], places.int(), counts, undefined
+
+
+@npu_op("npu_grouped_matmul")
+def grouped_matmul(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    group_list: Tensor | None = None,
+    group_list_type: int = 0,
+    split_item: int = 0,
+    group_type: int | None = None,
+) -> list[Tensor]:
+    demand(len(x) == len(weight) == 1 and split_item in (2, 3), "only one tensor for all groups is emulated")
+    rows, weights = x[0], weight[0]
+    demand(rows.dtype in FLOATS and weights.dtype == rows.dtype, "x and weight have one type")
+    demand(rows.dim() == 2 and rows.is_contiguous() and weights.dim() == 3, "x [rows, K], weight [groups, K, N]")
+    demand(weights.is_contiguous() or weights.mT.is_contiguous(), "the weight is as it is or transposed")
+    demand(rows.shape[1] == weights.shape[1], "x and weight share K")
+    demand(rows.shape[1] < 65536 and max(weights.shape[1:]) < 65536, "inner dimensions are less than 65536")
+    demand(group_type == 0 and group_list_type == 1, "only counts of rows are emulated")
+    demand(group_list is not None, "groups of rows need a group_list")
+    demand(group_list.dtype == torch.int64 and group_list.shape == weights.shape[:1], "one int64 count for each group")
+    demand(1 < len(group_list) <= 1024, "2 … 1024 groups")
+    demand(bool((group_list >= 0).all()) and int(group_list.sum()) == len(rows), "the counts sum to the rows")
+    shares = rows.float().split(group_list.tolist())
+    return [torch.cat([share @ own.float() for share, own in zip(shares, weights, strict=True)]).to(rows.dtype)]
+
+
+@npu_op("npu_moe_token_unpermute")
+def moe_token_unpermute(rows: Tensor, sorted_indices: Tensor, probs: Tensor | None = None) -> Tensor:
+    demand(probs is not None, "only weighted sums are emulated")
+    tokens, top_k = probs.shape
+    demand(rows.dtype in FLOATS and probs.dtype in FLOATS and top_k <= 512, "at most 512 experts a token")
+    demand(sorted_indices.dtype == torch.int32 and sorted_indices.shape == (tokens * top_k,), "one int32 index a row")
+    demand(sorted_indices.sort().values.tolist() == list(range(len(rows))), "the indices are the rows, each once")
+    gathered = rows.float()[sorted_indices.long()].view(tokens, top_k, -1)
+    return (gathered * probs.float()[..., None]).sum(1).to(rows.dtype)

@@ -1,0 +1,251 @@
+"""Every documented rule of the NPU operations, broken on purpose; and batches of the engine, which break none."""
+
+import random
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mtp_backend.cache import Span, build_layout
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.models.config import YarnConfig
+from mtp_backend.ops import npu_rules as rules
+from mtp_backend.ops import ops_for
+from mtp_backend.ops.npu_batch import attention_batch
+
+CPU = torch.device("cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+MASK = torch.ones(2048, 2048, dtype=torch.bool)
+TABLE = torch.zeros(2, 3, dtype=torch.int32)
+LATENT = {"dtype": BF16, "heads": 16, "latent": 512, "rope": 64, "block_size": 128}
+GROUPED = {"dtype": BF16, "heads": 96, "kv_heads": 8, "size": 128, "block_size": 128}
+GATING = {"experts": 256, "top_k": 8, "groups": 8, "top_groups": 4, "normalize": True}
+EXPERTS = {"experts": 256, "hidden": 7168, "width": 2048}
+
+
+def cache(blocks=4, block=16, width=512):
+    return torch.empty(blocks, block, width, device="meta")
+
+
+# (check, arguments that are right, one change that breaks a rule, what the error names)
+BROKEN = [
+    (rules.check_latent_sizes, LATENT, {"dtype": FP32}, "query: got torch.float32; allowed: float16 or bfloat16"),
+    (rules.check_latent_sizes, LATENT, {"heads": 20}, "num_query_heads: got 20"),
+    (rules.check_latent_sizes, LATENT, {"heads": 256}, "num_query_heads: got 256"),
+    (rules.check_latent_sizes, LATENT, {"latent": 256}, "key: got 'D 256'; allowed: D 512"),
+    (rules.check_latent_sizes, LATENT, {"rope": 32}, "key_rope: got 'D 32'; allowed: D 64"),
+    (rules.check_latent_sizes, LATENT, {"block_size": 32}, "block_size: got 32; allowed: one of (16, 128)"),
+    (rules.check_grouped_sizes, GROUPED, {"dtype": torch.float16}, "query: got torch.float16; allowed: bfloat16"),
+    (rules.check_grouped_sizes, GROUPED, {"heads": 272}, "num_query_heads: got 272"),
+    (rules.check_grouped_sizes, GROUPED, {"kv_heads": 7}, "num_key_value_heads: got 7"),
+    (rules.check_grouped_sizes, GROUPED, {"kv_heads": 1}, "num_key_value_heads: got 1"),
+    (rules.check_grouped_sizes, GROUPED, {"size": 64}, "query: got 'D 64'; allowed: D 128"),
+    (rules.check_grouped_sizes, GROUPED, {"block_size": 16}, "block_size: got 16; allowed: one of (128, 256"),
+    (rules.check_grouped_sizes, GROUPED, {"block_size": 640}, "block_size: got 640"),
+    (rules.check_gating, GATING, {"experts": 2560}, "x: got '2560 experts'"),
+    (rules.check_gating, GATING, {"groups": 7}, "group_count: got 7"),
+    (rules.check_gating, GATING, {"groups": 128}, "group_count: got 128"),  # 2 experts in a group
+    (rules.check_gating, GATING | {"experts": 1024}, {"experts": 2048, "groups": 128}, "group_count: got 128"),
+    (rules.check_gating, GATING, {"top_groups": 9}, "k_group: got 9"),
+    (rules.check_gating, GATING, {"top_k": 129}, "k: got 129; allowed: 1 … 128"),
+    (rules.check_gating, GATING, {"normalize": False}, "norm_topk_prob: got False"),
+    (rules.check_experts, EXPERTS, {"experts": 1}, "group_list: got '1 experts'"),
+    (rules.check_experts, EXPERTS, {"experts": 1025}, "group_list: got '1025 experts'"),
+    (rules.check_experts, EXPERTS, {"hidden": 65536}, "weight: got 'hidden size 65536'"),
+    (rules.check_experts, EXPERTS, {"width": 32768}, "weight: got 'intermediate size 65536'"),
+    (rules.check_unpermute, {"top_k": 8}, {"top_k": 513}, "probs: got '513 experts a token'"),
+    (rules.check_rotary, {"heads": 128, "size": 64}, {"heads": 1000}, "input: got '1000 heads'"),
+    (rules.check_rotary, {"heads": 128, "size": 64}, {"size": 63}, "input: got 'D 63'"),
+    (rules.check_rotary, {"heads": 128, "size": 64}, {"size": 896}, "input: got 'D 896'"),
+    (rules.check_angles, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale_all_dim": 0.7}, "r1: got 'YaRN mscale 1'"),
+    (
+        rules.check_batch,
+        {"query_ends": [2, 5], "kv_lens": [2, 9], "num_tokens": 5},
+        {"query_ends": [2, 4]},
+        "actual_seq_qlen: got [2, 4]; allowed: cumulative lengths that end at the number of tokens, 5",
+    ),
+    (
+        rules.check_batch,
+        {"query_ends": [2, 5], "kv_lens": [2, 9], "num_tokens": 5},
+        {"query_ends": [6, 5]},
+        "actual_seq_qlen: got [6, 5]",
+    ),
+    (
+        rules.check_batch,
+        {"query_ends": [2, 5], "kv_lens": [2, 9], "num_tokens": 5},
+        {"kv_lens": [2]},
+        "actual_seq_kvlen: got '1 lengths'; allowed: one for each of 2",
+    ),
+    (
+        rules.check_batch,
+        {"query_ends": [2, 5], "kv_lens": [2, 9], "num_tokens": 5},
+        {"kv_lens": [1, 9]},
+        "actual_seq_kvlen: got 1; allowed: at least the 2 query rows",
+    ),
+    (
+        rules.check_batch,
+        {"query_ends": [1 << 20], "kv_lens": [1 << 21], "num_tokens": 1 << 20},
+        {"query_ends": [(1 << 20) + 1], "num_tokens": (1 << 20) + 1},
+        "query: got '1048577 tokens'",
+    ),
+    (
+        rules.check_batch,
+        {"query_ends": [*range(1, 4097)], "kv_lens": [1] * 4096, "num_tokens": 4096},
+        {"query_ends": [*range(1, 4098)], "kv_lens": [1] * 4097, "num_tokens": 4097},
+        "actual_seq_qlen: got '4097 sequences'",
+    ),
+    (rules.check_latent_rows, {"query_ends": [16, 32]}, {"query_ends": [16, 33]}, "got '17 rows of a sequence'"),
+    (
+        rules.check_mask,
+        {"query_ends": [1, 2], "sparse_mode": 0, "mask": None},
+        {"sparse_mode": 3},
+        "sparse_mode: got 3; allowed: 0",
+    ),
+    (
+        rules.check_mask,
+        {"query_ends": [1, 2], "sparse_mode": 0, "mask": None},
+        {"mask": MASK},
+        "atten_mask: got 'a mask'; allowed: none",
+    ),
+    (
+        rules.check_mask,
+        {"query_ends": [1, 3], "sparse_mode": 3, "mask": MASK},
+        {"sparse_mode": 0},
+        "sparse_mode: got 0; allowed: 3",
+    ),
+    (
+        rules.check_mask,
+        {"query_ends": [1, 3], "sparse_mode": 3, "mask": MASK},
+        {"mask": None},
+        "atten_mask: got None",
+    ),
+    (
+        rules.check_mask,
+        {"query_ends": [1, 3], "sparse_mode": 3, "mask": MASK},
+        {"mask": MASK[:64, :64]},
+        "atten_mask: got (64, 64)",
+    ),
+    (
+        rules.check_mask,
+        {"query_ends": [1, 3], "sparse_mode": 3, "mask": MASK},
+        {"mask": MASK.half()},
+        "atten_mask: got torch.float16",
+    ),
+]
+PAGING = {"block_table": TABLE, "kv_lens": [48, 7], "block_size": 16, "caches": {"key": cache()}, "width": 512}
+BROKEN += [
+    (rules.check_paging, PAGING, {"block_table": TABLE.long()}, "block_table: got torch.int64; allowed: int32"),
+    (rules.check_paging, PAGING, {"block_table": TABLE[:1]}, "block_table: got (1, 3); allowed: [2, at least 3]"),
+    (rules.check_paging, PAGING, {"block_table": TABLE[0]}, "block_table: got (3,)"),
+    (rules.check_paging, PAGING, {"kv_lens": [49, 7]}, "block_table: got (2, 3); allowed: [2, at least 4]"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache(block=32)}}, "key: got (4, 32, 512)"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache()[None]}}, "key: got (1, 4, 16, 512)"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache(), "value": cache(width=64)}}, "value: got (4, 16, 64)"),
+    (rules.check_paging, PAGING, {"caches": {"value": cache(blocks=1 << 18)}}, "value: got '2147483648 numbers'"),
+    (rules.check_paging, PAGING, {"caches": {"key": cache(width=65536)}, "width": 65536}, "heads · D = 65536"),
+    (rules.check_contiguous, {"query": torch.ones(2, 3)}, {"query": torch.ones(3, 2).T}, "query: got 'strides (1, 2)'"),
+]
+
+
+@pytest.mark.parametrize(("check", "right", "change", "named"), BROKEN)
+def test_broken_rule(check, right, change, named):
+    check(**right)
+    with pytest.raises(InvalidArgument) as error:
+        check(**right | change)
+    assert str(error.value).startswith(
+        ("npu_fused_infer_attention_score_v2: ", "npu_moe_", "npu_grouped_", "npu_rotary")
+    )
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [torch.float16, torch.float64, torch.int32])
+def test_types_must_agree(wrong):
+    x = torch.ones(2, dtype=BF16)
+    rules.check_same_type("npu_rms_norm", input=x, gamma=x)
+    with pytest.raises(InvalidArgument, match=f"npu_rms_norm: gamma: got {wrong}; allowed: "):
+        rules.check_same_type("npu_rms_norm", input=x, gamma=x.to(wrong))
+    with pytest.raises(InvalidArgument, match="npu_rms_norm: input: got torch.float64"):
+        rules.check_same_type("npu_rms_norm", input=x.double(), gamma=x.double())
+
+
+def network(**changes):
+    """Sizes of DeepSeek-V3 unless changed."""
+    sizes = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_routed_experts": 256}
+    sizes |= {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
+    sizes |= {"hidden_size": 7168, "moe_intermediate_size": 2048, "yarn": YarnConfig(40, 4096, mscale_all_dim=1.0)}
+    return SimpleNamespace(**sizes | changes)
+
+
+def grouped_network(**changes):
+    """Sizes of GLM-4.5 unless changed."""
+    sizes = vars(network(num_attention_heads=96, n_routed_experts=160, n_group=1, topk_group=1))
+    sizes["yarn"] = None
+    del sizes["kv_lora_rank"], sizes["qk_rope_head_dim"]
+    return SimpleNamespace(**sizes | {"num_key_value_heads": 8, "head_dim": 128} | changes)
+
+
+def test_official_models_are_allowed():
+    rules.check_model(network(), BF16, 128)
+    rules.check_model(network(), BF16, 16)
+    rules.check_model(
+        network(num_attention_heads=20, n_group=1, topk_group=1), BF16, 128
+    )  # GLM-4.7-Flash: padded to 32
+    rules.check_model(grouped_network(), BF16, 128)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "block_size", "named"),
+    [
+        (network(), FP32, 128, "query"),
+        (network(), BF16, 64, "block_size"),
+        (network(kv_lora_rank=256), BF16, 128, "kv_lora_rank"),
+        (network(n_group=128), BF16, 128, "group_count"),
+        (network(yarn=YarnConfig(40, 4096)), BF16, 128, "mscale"),
+        (network(hidden_size=1 << 16), BF16, 128, "hidden size"),
+        (grouped_network(), FP32, 128, "query"),
+        (grouped_network(), BF16, 16, "block_size"),
+        (grouped_network(head_dim=64), BF16, 128, "head_dim"),
+        (network(index_topk=2048), BF16, 128, "device: got 'npu'; allowed: cpu: sparse attention"),
+        (grouped_network(norm_topk_prob=False), BF16, 128, "norm_topk_prob"),
+    ],
+)
+def test_other_models_are_refused_at_start(model, dtype, block_size, named):
+    with pytest.raises(InvalidArgument, match=named):
+        rules.check_model(model, dtype, block_size)
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_without_torch_npu_the_error_says_what_to_install():
+    with pytest.raises(InvalidArgument, match="device: got 'npu'; allowed: cpu; npu needs CANN and `pip install"):
+        ops_for("npu")
+
+
+@pytest.mark.parametrize("most_rows", [rules.MOST_LATENT_ROWS, None])
+def test_random_batches_break_no_rule(most_rows):
+    """And every query row sees exactly the keys up to its own position, in its own blocks."""
+    draw = random.Random(5)
+    for _ in range(5000):
+        block_size = draw.choice([16, 128])
+        ids = iter(draw.sample(range(1000), 60))
+        spans = []
+        for _ in range(draw.randint(1, 6)):
+            length = draw.choice([1, 1, draw.randint(1, 16), draw.randint(1, 100)])
+            start = draw.choice([0, draw.randint(0, 40)])
+            spare = draw.randint(0, 1)
+            table = [next(ids) for _ in range(-(-(start + length) // block_size) + spare)]
+            spans.append(Span(table, start, length))
+        layout = build_layout(spans, block_size, CPU)
+        batch = attention_batch(layout, most_rows)
+        tokens = len(layout.positions)
+        rules.check_batch(batch.query_ends, batch.kv_lens, tokens)
+        if most_rows:
+            rules.check_latent_rows(batch.query_ends)
+        mode, mask = (3, MASK) if batch.causal else (0, None)
+        rules.check_mask(batch.query_ends, mode, mask)
+        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, {"key": cache(1000, block_size)}, 512)
+        piece, positions, tables = 0, layout.positions.tolist(), batch.block_tables.tolist()
+        owners = [span for span in spans for _ in range(span.length)]
+        for row in range(tokens):
+            piece += row == batch.query_ends[piece]
+            assert batch.kv_lens[piece] - (batch.query_ends[piece] - row) == positions[row]
+            assert tables[piece][: len(owners[row].block_table)] == owners[row].block_table

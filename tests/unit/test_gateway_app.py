@@ -56,11 +56,8 @@ def test_prompt_that_opens_the_reasoning(server):
 
 def test_what_the_server_gets(client, server):
     server.requests.clear()
-    client.completions.create(model="tiny", prompt="a", n=2, seed=7, stop=["x"], extra_body={"top_k": 3})
+    whole = client.completions.create(model="tiny", prompt="a", n=2, seed=7, stop=["x"], extra_body={"top_k": 3})
     client.chat.completions.create(**chat("a", max_completion_tokens=9))
-    first, second, third = sorted(
-        server.requests, key=lambda request: request["sampling_parameters"].item(), reverse=True
-    )
     wanted = {"seed": 8, "stop": ["x"], "top_k": 3, "temperature": 1.0, "max_tokens": 16}
     sampling = [json.loads(request["sampling_parameters"].item()) for request in server.requests]
     assert sorted(sampling, key=lambda one: one.get("seed", 0)) == [
@@ -69,6 +66,10 @@ def test_what_the_server_gets(client, server):
     # A rendered template holds its special tokens.
     given = [request["add_special_tokens"].item() for request in server.requests if "add_special_tokens" in request]
     assert given == [False] and "add_special_tokens" in server.requests[-1]
+    # Each generation says 2 prompt tokens, 2 new ones, 1 draft, which was accepted; the prompt is the same.
+    details = whole.usage.completion_tokens_details
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (2, 4, 6)
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 0)
 
 
 def test_events(gateway):

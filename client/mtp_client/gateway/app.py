@@ -120,7 +120,7 @@ class Gateway:
 
     def _authorise(self, request: Request) -> None:
         if not self._settings.api_key:
-            # Then only this host can connect; a name of another kind is a site that has its name point here.
+            # Only this host can connect then; another name is that of a site which made its name point here.
             if not is_loopback(request.url.hostname or ""):
                 raise ApiError(403, "without an API key the gateway answers to loopback addresses only")
             return

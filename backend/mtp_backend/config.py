@@ -13,8 +13,6 @@ from mtp_backend.errors import InvalidArgument
 
 # The attention operations of Ascend take at most 16 query rows of a sequence: the last token and 15 drafts.
 MAX_SPECULATIVE_TOKENS = 15
-# Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
-BLOCK_SIZE = {"cpu": 16, "npu": 128}
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,10 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         checks.integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         checks.choice("speculative.method", self.method, {"mtp"})
+
+
+# Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
+BLOCK_SIZE = {"cpu": 16, "npu": 128}
 
 
 @dataclass(frozen=True)

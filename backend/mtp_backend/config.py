@@ -95,6 +95,10 @@ class SpeculativeConfig:
         return self.num_speculative_tokens if self.use_mtp_vanilla else min(self.num_speculative_tokens, 1)
 
 
+# Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
+BLOCK_SIZE = {"cpu": 16, "npu": 128}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything an engine is built from.
@@ -105,7 +109,7 @@ class EngineConfig:
         dtype: "auto" (what the checkpoint's configuration says), "bfloat16" or "float32".
         device: "cpu", or "npu" for an Ascend NPU.
         max_model_len: longest sequence in tokens, prompt and output together; None takes the checkpoint's limit.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None takes 16 on a CPU and 128 on an NPU.
         kv_cache_bytes: upper bound of the KV pool in bytes; the pool is never larger than max_num_seqs sequences
             of max_model_len tokens need.
         max_num_seqs: sequences in one device batch.
@@ -121,7 +125,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "cpu"
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     kv_cache_bytes: int = 1 << 30
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -140,9 +144,11 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise InvalidArgument("model", self.model, "the path of a checkpoint directory")
         checks.choice("dtype", self.dtype, {"auto", "bfloat16", "float32"})
-        checks.choice("device", self.device, {"cpu", "npu"})
+        checks.choice("device", self.device, BLOCK_SIZE.keys())
         if self.max_model_len is not None:
             checks.integer("max_model_len", self.max_model_len, 2)
+        if self.block_size is None:
+            object.__setattr__(self, "block_size", BLOCK_SIZE[self.device])
         checks.integer("block_size", self.block_size, 1, 1024)
         checks.integer("kv_cache_bytes", self.kv_cache_bytes, 1)
         checks.integer("max_num_seqs", self.max_num_seqs, 1)

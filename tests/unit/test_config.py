@@ -13,7 +13,7 @@ WRONG = {
     "dtype": ("float16", "", None, 32, "bf16"),
     "device": ("cuda", "npu:0", "", None, 0),
     "max_model_len": (*WRONG_INTEGERS, 1),
-    "block_size": (*WRONG_INTEGERS, 1025, None),
+    "block_size": (*WRONG_INTEGERS, 1025),
     "kv_cache_bytes": (*WRONG_INTEGERS, None, "1GB"),
     "max_num_seqs": (*WRONG_INTEGERS, None),
     "max_num_batched_tokens": (*WRONG_INTEGERS, None),
@@ -65,6 +65,14 @@ def refused(error, field, value):
     assert "; allowed: " in message and message.split("; allowed: ")[1], message
     assert error.value.field == field
     assert ALLOWED.get(field.split(".")[-1], "") in message
+
+
+@pytest.mark.parametrize(("device", "block_size"), [("cpu", 16), ("npu", 128)])
+def test_block_size_of_a_device(device, block_size):
+    config = EngineConfig("somewhere", device=device)
+    assert config.block_size == block_size
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    assert EngineConfig("somewhere", device=device, block_size=32).block_size == 32
 
 
 @pytest.mark.parametrize(("field", "value"), cases(WRONG))

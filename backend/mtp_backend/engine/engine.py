@@ -73,7 +73,7 @@ class Engine:
         self.tokenizer = load_tokenizer(Path(config.model))
         ops = ops_for(config.device)
         self.device = torch.device(config.device)
-        self._verifier = Verifier(config.speculative, self.tokenizer)
+        self._verifier = Verifier(config.speculative, self.tokenizer, self.vocab_size)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "npu":
             check_model(model, dtype, config.block_size)

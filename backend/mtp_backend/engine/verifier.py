@@ -56,11 +56,11 @@ class Verifier:
         InvalidArgument: rates or thinking tokens that the rule cannot work with.
     """
 
-    def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         config = config or SpeculativeConfig(0)
         self._method = config.rejection_sample_method
         if self._method == "lossy_relaxed":
-            self._relaxation = _relaxation(config, tokenizer)
+            self._relaxation = _relaxation(config, tokenizer, vocab_size)
         if self._method == "lossy_synthetic":
             self._rates = lossy_conditional_rates(
                 config.num_speculative_tokens, config.synthetic_acceptance_rates, config.synthetic_acceptance_length
@@ -165,12 +165,12 @@ def _starts(shares: list[Scheduled], *purpose: int) -> list[int]:
     return [stream_start(share.sequence.params.noise_seed, len(share.sequence.token_ids), *purpose) for share in shares]
 
 
-def _relaxation(config: SpeculativeConfig, tokenizer: Tokenizer | None) -> LossyRelaxation:
+def _relaxation(config: SpeculativeConfig, tokenizer: Tokenizer | None, vocab_size: int) -> LossyRelaxation:
     ids = []
     for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
         value = getattr(config, name)
         token = value if isinstance(value, int) else tokenizer.token_to_id(value) if tokenizer else None
-        if token is None:
+        if token is None or not 0 <= token < vocab_size:
             raise InvalidArgument(f"speculative.{name}", value, "a token id, or the text of a token of the vocabulary")
         ids.append(token)
     return LossyRelaxation(*ids, top_n=config.relaxed_topk, delta=config.relaxed_delta)

@@ -55,7 +55,7 @@ def loads(directory) -> bool:
         assert checkpoint.dtype and checkpoint.eos_token_ids is not None
         build_networks(
             checkpoint,
-            with_mtp=True,
+            num_mtp=1,
             dtype=torch.float32,
             device=torch.device("cpu"),
             max_positions=8,

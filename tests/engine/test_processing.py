@@ -3,6 +3,7 @@
 import pytest
 from mtp_backend import SamplingParams
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.speculation.drafter import Drafts
 
 COUNT = 16
 FEATURES = {
@@ -80,7 +81,7 @@ def perfect(monkeypatch):
         drafter = llm.engine._drafter
 
         def propose(work):
-            return [text[item.start + len(item.token_ids) + 1 :][: item.num_drafts] for item in work]
+            return [Drafts(text[item.start + len(item.token_ids) + 1 :][: item.num_drafts]) for item in work]
 
         monkeypatch.setattr(drafter, "propose", propose)
 

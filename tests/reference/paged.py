@@ -113,7 +113,7 @@ def propose(paged: Paged, work: list[DraftWork]) -> list[tuple[list[int], torch.
         patch.object(MtpModule, "logits", logits_and_note),
         patch("mtp_backend.speculation.drafter.build_layout", layout_of),
     ):
-        drafts = paged.drafter.propose(work)
+        drafts = [made.token_ids for made in paged.drafter.propose(work)]
     logits = [[] for _ in work]
     for step, rows in enumerate(passes):
         drawing = [index for index, item in enumerate(work) if len(rows) == len(work) or item.num_drafts > step]

@@ -18,7 +18,7 @@ import zmq
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence
-from mtp_backend.errors import Cancelled, MtpError
+from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
 from mtp_backend.serving.messages import (
@@ -251,6 +251,7 @@ def main() -> None:
     try:
         started = time.monotonic()
         config = EngineConfig.from_json(arguments.config)
+        _check_served(config)
         log.info("loading %s", config.model)
         engine = Engine(config)
     except MtpError as error:
@@ -276,6 +277,16 @@ def main() -> None:
     process.run()
     socket.close()
     rendezvous.withdraw()
+
+
+def _check_served(config: EngineConfig) -> None:
+    """Refuses what is for offline benchmarks alone."""
+    if config.speculative and config.speculative.rejection_sample_method == "lossy_synthetic":
+        raise InvalidArgument(
+            "speculative.rejection_sample_method",
+            "lossy_synthetic",
+            "strict, probabilistic, block, lossy_relaxed (synthetic acceptance is for the offline LLM alone)",
+        )
 
 
 if __name__ == "__main__":

@@ -133,9 +133,12 @@ class Watched:
     def check(self, sequence):
         if sequence.draft_ids:
             hidden = self.target(torch.tensor([sequence.token_ids])).last_hidden_state[0, :-1]
-            expected, _ = chain(self.modules, self.mode, sequence.token_ids, hidden, len(sequence.draft_ids))
-            assert sequence.draft_ids == expected
+            expected, logits = chain(self.modules, self.mode, sequence.token_ids, hidden, len(sequence.draft_ids))
             self.checked += 1
+            for own, wanted, row in zip(sequence.draft_ids, expected, logits, strict=True):
+                if own != wanted:  # rounding may choose between two that are equally likely
+                    assert row[wanted] - row[own] < TOLERANCE, (sequence.draft_ids, expected)
+                    break
 
 
 def params(count):

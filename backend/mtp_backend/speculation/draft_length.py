@@ -12,7 +12,7 @@ ACCEPTANCE_MEMORY = 64  # steps that an estimate of the acceptance looks back
 PRIOR_RATE, PRIOR_WEIGHT = 0.5, 1.0  # what it says before any draft was verified, and for how many drafts that counts
 WARMUP_STEPS = 4  # for each number of drafts
 REVIEW_INTERVAL = 16  # steps between two decisions
-MARGIN = 0.05  # a change must promise to be faster by this share
+MARGIN = 0.03  # a change must promise to be faster by this share
 PROBE_INTERVAL, PROBE_STEPS = 128, 4  # 3 % of the steps try one draft more or less
 
 

@@ -24,6 +24,10 @@ class SpeculativeConfig:
 
     Attributes:
         num_speculative_tokens: draft tokens k that a step verifies, 0 … 15. 0 decodes without speculation.
+        num_speculative_tokens_per_batch_size: ranges [low, high, k], ascending: k for steps in which low … high
+            sequences decode, both included; num_speculative_tokens, the greatest k, in no range.
+        adaptive_draft_length: each step takes the k of 0 … num_speculative_tokens that promises the most tokens a
+            second by what earlier steps accepted and took.
         method: where drafts come from: "mtp", the checkpoint's own multi-token-prediction layers.
         draft_model: directory that the MTP layers are read from; empty for the target's own checkpoint.
         use_mtp_vanilla: false drafts with the first MTP layer alone, used again for every draft (MTP Eagle); true
@@ -44,6 +48,8 @@ class SpeculativeConfig:
     """
 
     num_speculative_tokens: int = 1
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    adaptive_draft_length: bool = False
     method: str = "mtp"
     draft_model: str = ""
     use_mtp_vanilla: bool = False
@@ -59,6 +65,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         checks.integer("speculative.num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        self._check_lengths()
         checks.choice("speculative.method", self.method, {"mtp"})
         if not isinstance(self.draft_model, str):
             raise InvalidArgument("speculative.draft_model", self.draft_model, "the path of a directory, or empty")
@@ -73,6 +80,24 @@ class SpeculativeConfig:
             if type(value) not in (int, str) or value in ("", -1):
                 raise InvalidArgument(f"speculative.{name}", value, "a token id or the text of one token")
         self._check_synthetic()
+
+    def _check_lengths(self) -> None:
+        field, table = "speculative.num_speculative_tokens_per_batch_size", self.num_speculative_tokens_per_batch_size
+        checks.boolean("speculative.adaptive_draft_length", self.adaptive_draft_length)
+        if not isinstance(table, (list, tuple)):
+            raise InvalidArgument(field, table, "a list of [low, high, k]")
+        lowest = 1
+        for index, row in enumerate(table):
+            if not isinstance(row, (list, tuple)) or len(row) != 3:
+                raise InvalidArgument(f"{field}[{index}]", row, "three integers [low, high, k]")
+            low, high, num_drafts = row
+            checks.integer(f"{field}[{index}].low", low, lowest)
+            checks.integer(f"{field}[{index}].high", high, low)
+            checks.integer(f"{field}[{index}].k", num_drafts, 0, self.num_speculative_tokens)
+            lowest = high + 1
+        if table and self.adaptive_draft_length:
+            raise InvalidArgument(field, table, "nothing with adaptive_draft_length")
+        object.__setattr__(self, "num_speculative_tokens_per_batch_size", tuple(map(tuple, table)))
 
     def _check_synthetic(self) -> None:
         """The rates themselves are checked where they are used."""

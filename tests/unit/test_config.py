@@ -24,6 +24,8 @@ WRONG = {
 }
 WRONG_SPECULATIVE = {
     "num_speculative_tokens": (16, -1, True, False, "2", 1.0, None, [1], 10**30),
+    "num_speculative_tokens_per_batch_size": (None, 3, "1", {}, True),
+    "adaptive_draft_length": (1, 0, None, "true", [True]),
     "method": ("eagle", "", "MTP", None, 1, ["mtp"]),
     "draft_model": (None, 1, True, ["a"]),
     "use_mtp_vanilla": (1, 0, None, "true", [True]),
@@ -46,6 +48,8 @@ ALLOWED = {
     "block_size": "1 … 1024",
     "sequence_ttl_seconds": "(0, 1e+09]",
     "num_speculative_tokens": "0 … 15",
+    "num_speculative_tokens_per_batch_size": "a list of [low, high, k]",
+    "adaptive_draft_length": "true or false",
     "method": "one of mtp",
     "use_mtp_vanilla": "true or false",
     "mtp_carry": "one of normed, raw",
@@ -103,6 +107,39 @@ def test_layers_that_drafts_take_in_the_cache(vanilla, layers):
     assert [config.num_draft_layers for config in configs] == layers
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([3], "[0]: got 3; allowed: three integers [low, high, k]"),
+        ([[1, 2]], "[0]: got [1, 2]; allowed: three integers [low, high, k]"),
+        ([[1, 2, 3, 4]], "[0]: got [1, 2, 3, 4]; allowed: three integers [low, high, k]"),
+        ([[0, 2, 1]], "[0].low: got 0; allowed: an integer ≥ 1"),
+        ([[1.0, 2, 1]], "[0].low: got 1.0; allowed: an integer ≥ 1"),
+        ([[4, 3, 1]], "[0].high: got 3; allowed: an integer ≥ 4"),
+        ([[1, None, 1]], "[0].high: got None; allowed: an integer ≥ 1"),
+        ([[1, 4, -1]], "[0].k: got -1; allowed: an integer in 0 … 3"),
+        ([[1, 4, True]], "[0].k: got True; allowed: an integer in 0 … 3"),
+        ([[1, 4, 4]], "[0].k: got 4; allowed: an integer in 0 … 3"),
+        ([[1, 4, 3], [4, 8, 1]], "[1].low: got 4; allowed: an integer ≥ 5"),
+        ([[5, 8, 3], [1, 4, 1]], "[1].low: got 1; allowed: an integer ≥ 9"),
+    ],
+)
+def test_wrong_table_of_draft_numbers(table, message):
+    with pytest.raises(InvalidArgument) as error:
+        SpeculativeConfig(3, num_speculative_tokens_per_batch_size=table)
+    assert str(error.value) == "speculative.num_speculative_tokens_per_batch_size" + message
+
+
+def test_table_of_draft_numbers():
+    """Touching ranges, a gap, a single size, 0 drafts; not together with the adaptive choice."""
+    table = [[1, 4, 3], [5, 5, 2], [9, 64, 0]]
+    config = EngineConfig("somewhere", {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": table})
+    assert config.speculative.num_speculative_tokens_per_batch_size == ((1, 4, 3), (5, 5, 2), (9, 64, 0))
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    with pytest.raises(InvalidArgument, match="got .*; allowed: nothing with adaptive_draft_length$"):
+        SpeculativeConfig(3, num_speculative_tokens_per_batch_size=table, adaptive_draft_length=True)
+
+
 def test_no_speculation():
     assert EngineConfig("somewhere").num_drafts == 0
     assert EngineConfig("somewhere", {}).num_drafts == 1
@@ -114,7 +151,7 @@ def test_unknown_key(field):
         EngineConfig.from_dict({"model": "somewhere", field: 1})
     assert error.value.field == f"engine.{field}"
     with pytest.raises(
-        InvalidArgument, match="no such key; the keys are begin_thinking_phase_token, draft_model, "
+        InvalidArgument, match="no such key; the keys are adaptive_draft_length, begin_thinking_phase_token, "
     ) as error:
         EngineConfig.from_dict({"model": "somewhere", "speculative": {field + "x": 1}})
     assert error.value.field == f"speculative.{field}x"

@@ -11,7 +11,7 @@ import torch
 
 from mtp_backend.cache import BlockPool, KVCache, bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
-from mtp_backend.config import EngineConfig
+from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.commit import EndRules, commit, room_for_drafts
 from mtp_backend.engine.processing import Processing
 from mtp_backend.engine.runner import Computed, TargetRunner
@@ -28,7 +28,7 @@ from mtp_backend.ops import ops_for
 from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
-from mtp_backend.speculation import DraftWork, drafter_for
+from mtp_backend.speculation import DraftWork, draft_length_for, drafter_for
 
 
 @dataclass
@@ -49,6 +49,9 @@ class Engine:
     """Runs sequences over one pair of networks and one KV pool.
 
     A checkpoint without MTP layers is served without speculation, with a warning: `num_drafts` is 0 then.
+
+    Attributes:
+        draft_length: chooses how many drafts a step makes, at most `num_drafts`.
 
     Raises:
         InvalidArgument, CheckpointError: the configuration or the checkpoint is wrong; raised before the networks
@@ -100,10 +103,11 @@ class Engine:
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
         self._draft_requests: list[Sequence] = []
+        self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0))
 
     @property
     def num_drafts(self) -> int:
-        """Drafts that a step verifies; 0 without speculation, also where the checkpoint has no MTP layer."""
+        """Drafts that a step verifies at most; 0 without speculation, also where the checkpoint has no MTP layer."""
         return self.config.num_drafts
 
     @property
@@ -218,6 +222,7 @@ class Engine:
         batch = self.scheduler.schedule()
         outputs = []
         if batch:
+            self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
             verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
@@ -225,6 +230,8 @@ class Engine:
                 output = self._advance(share, done, next(verdicts) if share.samples else None)
                 if output is not None:
                     outputs.append(output)
+            if all(share.num_tokens == 1 for share in batch):  # all of them decode
+                self.draft_length.end_target_pass(sum(1 + len(share.draft_ids) for share in batch))
         self._draft([share.sequence for share in batch])
         return outputs
 
@@ -242,6 +249,7 @@ class Engine:
                     computed.logits[: len(committed)], committed, sequence.params.logprobs
                 )
             if share.draft_ids:
+                self.draft_length.observe(len(share.draft_ids), verdict.num_accepted)
                 num_lossy = sum(index < accepted for index in verdict.lossy)
                 sequence.counters.record(len(share.draft_ids), accepted, num_lossy)
             sequence.thinking = self._verifier.thinks_after(committed, sequence.thinking)
@@ -270,7 +278,9 @@ class Engine:
             return
         running = [sequence for sequence in stepped if sequence.status is Status.RUNNING]
         sequences = running + [sequence for sequence in requested if sequence not in running]
-        num_drafts = {sequence: self._reserve_drafts(sequence) for sequence in sequences}
+        batch_size = sum(map(_decodes, sequences))
+        length = self.draft_length.choose(batch_size) if batch_size else 0
+        num_drafts = {sequence: self._reserve_drafts(sequence, length) for sequence in sequences}
         # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
         ready = [sequence for sequence in sequences if sequence.hidden is not None]
         work = {sequence: _draft_work(sequence, sequence.num_computed, num_drafts[sequence]) for sequence in ready}
@@ -280,18 +290,27 @@ class Engine:
         work |= {sequence: _draft_work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}
         if not work:
             return
-        for (sequence, done), drafts in zip(work.items(), self._drafter.propose([*work.values()]), strict=True):
+        self.draft_length.start_pass()
+        proposed = self._drafter.propose([*work.values()])
+        if all(len(done.token_ids) <= 1 + self.num_drafts for done in work.values()):  # no prompts
+            self.draft_length.end_draft_pass(len(work), max(done.num_drafts for done in work.values()))
+        for (sequence, done), drafts in zip(work.items(), proposed, strict=True):
             if drafts.token_ids:  # a text that is not computed to its end keeps the drafts that its client gave
                 sequence.draft_ids, sequence.draft_probs = drafts.token_ids, drafts.probs
             sequence.num_drafted += len(done.token_ids)
             sequence.hidden = sequence.hidden[-1:].clone() if sequence in crowded else None
 
-    def _reserve_drafts(self, sequence: Sequence) -> int:
-        """How many drafts to propose: as many as can be committed and as the cache has room to verify."""
-        if sequence.num_computed != len(sequence.token_ids) - 1 or sequence.finish_reason:
+    def _reserve_drafts(self, sequence: Sequence, length: int) -> int:
+        """How many drafts to propose: `length`, or what can be committed; none if the cache has no room to verify."""
+        if not _decodes(sequence):
             return 0
-        wanted = min(self.num_drafts, room_for_drafts(sequence, self.rules))
+        wanted = min(length, room_for_drafts(sequence, self.rules))
         return wanted if self.scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Whether the next step draws tokens behind a text of which only the last token is not computed."""
+    return sequence.num_computed == len(sequence.token_ids) - 1 and not sequence.finish_reason
 
 
 def _draft_work(sequence: Sequence, end: int, num_drafts: int) -> DraftWork:

@@ -2,6 +2,7 @@
 
 from mtp_backend.speculation.acceptance import count_accepted
 from mtp_backend.speculation.block import verify_by_block
+from mtp_backend.speculation.draft_length import AdaptiveLength, DraftLength, draft_length_for
 from mtp_backend.speculation.drafter import Drafter, DraftWork, EagleDrafter, VanillaDrafter, drafter_for
 from mtp_backend.speculation.proposal import Proposal
 from mtp_backend.speculation.rejection import verify_by_rejection
@@ -9,6 +10,8 @@ from mtp_backend.speculation.relaxed import LossyRelaxation
 from mtp_backend.speculation.synthetic import count_accepted_lossy_synthetic, lossy_conditional_rates
 
 __all__ = [
+    "AdaptiveLength",
+    "DraftLength",
     "DraftWork",
     "Drafter",
     "EagleDrafter",
@@ -17,6 +20,7 @@ __all__ = [
     "VanillaDrafter",
     "count_accepted",
     "count_accepted_lossy_synthetic",
+    "draft_length_for",
     "drafter_for",
     "lossy_conditional_rates",
     "verify_by_block",

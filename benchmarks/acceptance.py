@@ -8,13 +8,10 @@ Greedy, float32: the figures are exact counts, the same on every machine but for
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from mtp_backend import LLM, SamplingParams
-from mtp_backend.engine.tokenizer import encode
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (
@@ -24,49 +21,6 @@ TEXT = (
 NUM_PROMPTS, PROMPT_WORDS, NUM_TOKENS, DRAFTS = 32, 8, 64, range(1, 5)
 PROMPTS = [" ".join(TEXT.split()[start : start + PROMPT_WORDS]) for start in range(NUM_PROMPTS)]
 MODES = {"Eagle": False, "Vanilla": True}
-
-
-@dataclass
-class Acceptance:
-    """What verify steps accepted.
-
-    Attributes:
-        steps: verify steps with at least one draft.
-        tried: for each position, the steps with a draft there whose predecessors were all accepted.
-        accepted: for each position, how many of these drafts were accepted.
-    """
-
-    steps: int
-    tried: Counter[int]
-    accepted: Counter[int]
-
-    @property
-    def rates(self) -> list[float]:
-        """Share of accepted drafts at each position."""
-        return [self.accepted[position] / self.tried[position] for position in sorted(self.tried)]
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a step commits: the accepted drafts and one of the target's own."""
-        return 1 + self.accepted.total() / self.steps
-
-
-def measure(llm: LLM, prompts: list[str], num_tokens: int) -> Acceptance:
-    """Decodes all prompts in one batch and counts, step by step, what became of the drafts."""
-    engine = llm.engine
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    sequences = [engine.new_sequence(encode(engine.tokenizer, "prompts", prompt), params) for prompt in prompts]
-    for sequence in sequences:
-        engine.add(sequence)
-    result = Acceptance(0, Counter(), Counter())
-    while engine.has_work:
-        drafted = {sequence: len(sequence.draft_ids) for sequence in sequences}
-        for output in engine.step():
-            count, accepted = drafted[output.sequence], output.num_accepted
-            result.steps += count > 0
-            result.tried.update(range(min(accepted + 1, count)))
-            result.accepted.update(range(accepted))
-    return result
 
 
 def table(checkpoint: Path) -> None:
@@ -82,8 +36,10 @@ def table(checkpoint: Path) -> None:
                 "mask_pos0": mask,
             }
             llm = LLM(str(checkpoint), speculative, dtype="float32", num_threads=1, max_model_len=256)
-            found = measure(llm, PROMPTS, NUM_TOKENS)
-            cells.append(" ".join(f"{rate:.3f}" for rate in found.rates) + f"; {found.mean_length:.3f}")
+            llm.generate(PROMPTS, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+            found = llm.engine.totals.speculation
+            rates = " ".join(f"{rate:.3f}" for rate in found.acceptance_rate_per_position)
+            cells.append(f"{rates}; {found.mean_acceptance_length:.3f}")
         label = ", ".join([name, carry] + ["mask_pos0"] * mask)
         print(f"| {label} | {' | '.join(cells)} |", flush=True)
 

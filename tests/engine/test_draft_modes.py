@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -24,9 +23,6 @@ from reference.checkpoints import (
 from reference.mtp import MtpReference, vanilla_chain
 from reference.paged import Paged, propose
 from transformers.generation.candidate_generator import MTPCandidateGenerator
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import acceptance
 
 TOLERANCE = 1e-4
 NOISE = 0.1  # enough that the order of the layers matters, little enough that drafts are accepted
@@ -352,15 +348,3 @@ def test_layers_that_are_built(several, make_llm):
         assert len(engine._drafter._modules) == built
         assert len(engine._drafter._caches) == layers
         assert len(engine._runner._caches) == target
-
-
-def test_benchmark_counts_what_the_counters_say(make_llm):
-    llm = make_llm(str(DEMO["glm"]), 3)
-    prompts = acceptance.PROMPTS[:3]
-    found = acceptance.measure(llm, prompts, 20)
-    outputs = llm.generate(prompts, params(20))
-    assert found.steps == sum(output.num_spec_steps for output in outputs) == found.tried[0]
-    assert found.accepted.total() == sum(output.num_accepted_draft_tokens for output in outputs)
-    assert found.mean_length == 1 + found.accepted.total() / found.steps
-    assert found.tried.total() < sum(output.num_draft_tokens for output in outputs)
-    assert found.tried[2] <= found.accepted[1] <= found.tried[1] <= found.accepted[0] and len(found.rates) == 3

@@ -3,7 +3,7 @@
 import pytest
 from mtp_backend import SamplingParams
 from mtp_backend.engine.commit import EndRules, commit, room_for_drafts
-from mtp_backend.engine.sequence import Sequence, SpeculationCounters
+from mtp_backend.engine.sequence import Sequence
 
 EOS = 1
 PROMPT = [7, 8]
@@ -96,13 +96,3 @@ def test_room_shrinks_with_the_text():
     assert room_for_drafts(made, rules()) == 1
     commit(made, [10], rules())
     assert room_for_drafts(made, rules()) == 0
-
-
-def test_counters():
-    counters = SpeculationCounters()
-    assert counters.acceptance_rate == 0
-    for drafts, accepted in [(3, 3), (3, 0), (2, 1), (1, 1)]:
-        counters.record(drafts, accepted)
-    assert (counters.num_spec_steps, counters.num_draft_tokens, counters.num_accepted_draft_tokens) == (4, 9, 5)
-    assert counters.acceptance_rate == 5 / 9
-    assert counters.acceptance_histogram == {3: 1, 0: 1, 1: 2}

@@ -11,13 +11,14 @@ from mtp_backend.serving.messages import (
     Hello,
     Propose,
     Proposed,
+    Stats,
     Step,
     Stepped,
     Welcome,
 )  # fmt: skip
 
 TO_ENGINE = [
-    Hello(5),
+    Hello(5, True),
     Bye(),
     Generate(1, [1, 2], {"seed": 2**64 - 1, "stop": ["ä\x00"], "temperature": 0.5}, True),
     Step(2, 2**64 - 1, True, False, [1], None, None, {}),
@@ -45,6 +46,7 @@ FROM_ENGINE = [
     ),
     Stepped(2, [5, 6], "x", 1, 9, "stop", 3, 4),
     Proposed(3, []),
+    Stats(9, 3, 6, [3, 1], 0.25, 1.5, 0.125, 1, 2, 7, 64),
     Failed(4, "UNAVAILABLE", "later"),
 ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from mtp_backend.cache import BlockPool, KVCache, bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.commit import EndRules, commit, room_for_drafts
+from mtp_backend.engine.counters import EngineTotals
 from mtp_backend.engine.processing import Processing
 from mtp_backend.engine.runner import Computed, TargetRunner
 from mtp_backend.engine.scheduler import Scheduled, Scheduler
 from mtp_backend.engine.sequence import Sequence, Status
+from mtp_backend.engine.stopwatch import Stopwatch
 from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
@@ -50,7 +54,11 @@ class Engine:
 
     A checkpoint without MTP layers is served without speculation, with a warning: `num_drafts` is 0 then.
 
+    Args:
+        clock: seconds from any start, for the times in `totals`.
+
     Attributes:
+        totals: what all steps so far came to.
         draft_length: chooses how many drafts a step makes, at most `num_drafts`.
 
     Raises:
@@ -58,7 +66,7 @@ class Engine:
             or the pool take memory, except for missing or misshapen tensors, which are found while loading.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
         checkpoint = Checkpoint(config.model)
         model = target_config(checkpoint)
@@ -104,6 +112,8 @@ class Engine:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
         self._draft_requests: list[Sequence] = []
         self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0))
+        self.totals = EngineTotals()
+        self._stopwatch = Stopwatch(self.totals.seconds, clock)
 
     @property
     def num_drafts(self) -> int:
@@ -219,13 +229,16 @@ class Engine:
         Returns:
             One output for each sequence that got tokens. Finished sequences that are not paced have been removed.
         """
+        self._stopwatch.start()
         batch = self.scheduler.schedule()
+        self._stopwatch.managed()
         outputs = []
         if batch:
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
             verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
+            self._stopwatch.verified()
             for share, done in zip(batch, computed, strict=True):
                 output = self._advance(share, done, next(verdicts) if share.samples else None)
                 if output is not None:
@@ -233,6 +246,7 @@ class Engine:
             if all(share.num_tokens == 1 for share in batch):  # all of them decode
                 self.draft_length.end_target_pass(sum(1 + len(share.draft_ids) for share in batch))
         self._draft([share.sequence for share in batch])
+        self._stopwatch.managed()
         return outputs
 
     def _advance(self, share: Scheduled, computed: Computed, verdict: Verdict | None) -> StepOutput | None:
@@ -251,7 +265,9 @@ class Engine:
             if share.draft_ids:
                 self.draft_length.observe(len(share.draft_ids), verdict.num_accepted)
                 num_lossy = sum(index < accepted for index in verdict.lossy)
-                sequence.counters.record(len(share.draft_ids), accepted, num_lossy)
+                for counters in (sequence.counters, self.totals.speculation):
+                    counters.record(len(share.draft_ids), accepted, num_lossy)
+            self.totals.num_generated_tokens += len(committed)
             sequence.thinking = self._verifier.thinks_after(committed, sequence.thinking)
             # Rejected drafts are rolled back by length: their cache slots are written again by the next step.
             num_computed = len(sequence.token_ids) - 1
@@ -290,8 +306,10 @@ class Engine:
         work |= {sequence: _draft_work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}
         if not work:
             return
+        self._stopwatch.managed()
         self.draft_length.start_pass()
         proposed = self._drafter.propose([*work.values()])
+        self._stopwatch.drafted()
         if all(len(done.token_ids) <= 1 + self.num_drafts for done in work.values()):  # no prompts
             self.draft_length.end_draft_pass(len(work), max(done.num_drafts for done in work.values()))
         for (sequence, done), drafts in zip(work.items(), proposed, strict=True):

@@ -6,6 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tqdm import tqdm
+
 from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.engine.sequence import Sequence
@@ -34,6 +36,10 @@ class RequestOutput:
         num_spec_steps: verify steps with at least one draft.
         num_draft_tokens, num_accepted_draft_tokens: drafts verified, and those that became part of the output.
         num_lossy_draft_tokens: those of them that the target would not have drawn; above 0 with lossy rules only.
+        mean_acceptance_length: 1 + num_accepted_draft_tokens / num_spec_steps; 1 without such steps.
+        draft_acceptance_rate: accepted drafts per draft; 0 without drafts.
+        acceptance_rate_per_position: the same for the first draft of a step, the second, …
+        acceptance_histogram: number of accepted drafts → steps that accepted exactly so many.
     """
 
     prompt_token_ids: list[int]
@@ -48,6 +54,10 @@ class RequestOutput:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_lossy_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_rate_per_position: list[float]
+    acceptance_histogram: dict[int, int]
 
 
 class LLM:
@@ -74,13 +84,17 @@ class LLM:
         )
 
     def generate(
-        self, prompts: Prompt | SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Generates for all prompts in one continuous batch.
 
         Args:
             prompts: a text or a list of token ids, or several of them.
             params: one for all prompts or one for each; None takes the defaults.
+            progress: show a bar of the finished texts where standard error is a terminal.
 
         Raises:
             InvalidArgument: a prompt or its parameters are wrong; nothing has been generated then.
@@ -105,8 +119,10 @@ class LLM:
         for sequence in sequences:
             self.engine.add(sequence)
         try:
-            while self.engine.has_work:
-                self.engine.step()
+            # None: only on a terminal.
+            with tqdm(total=len(sequences), desc="generating", unit="text", disable=None if progress else True) as bar:
+                while self.engine.has_work:
+                    bar.update(sum(bool(output.sequence.finish_reason) for output in self.engine.step()))
         finally:
             for sequence in sequences:
                 if not sequence.finish_reason:
@@ -138,7 +154,7 @@ def _samples(params: SamplingParams) -> list[SamplingParams]:
 
 
 def _result(sequence: Sequence, index: int) -> RequestOutput:
-    counters, params = sequence.counters, sequence.params
+    params = sequence.params
     return RequestOutput(
         prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
         token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
@@ -148,8 +164,5 @@ def _result(sequence: Sequence, index: int) -> RequestOutput:
         logprobs=None if params.logprobs is None else sequence.logprobs,
         cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
         prompt_logprobs=None if params.prompt_logprobs is None else [None, *sequence.prompt_logprobs],
-        num_spec_steps=counters.num_spec_steps,
-        num_draft_tokens=counters.num_draft_tokens,
-        num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
-        num_lossy_draft_tokens=counters.num_lossy_draft_tokens,
+        **sequence.counters.figures(),
     )

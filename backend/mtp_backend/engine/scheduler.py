@@ -62,6 +62,11 @@ class Scheduler:
         """Sequences that take part in steps."""
         return len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that want to take part and do not yet."""
+        return len(self._waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence, or one that was paused, into the waiting line."""
         self._paused.pop(sequence, None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from torch import Tensor
 
+from mtp_backend.engine.counters import SpeculationCounters
 from mtp_backend.engine.text import IncrementalText
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import Logprob
@@ -21,30 +21,6 @@ class Status(Enum):
     RUNNING = auto()  # takes part in every step
     PAUSED = auto()  # client-paced: its client has not asked for the next step; may hold KV blocks
     FINISHED = auto()
-
-
-@dataclass
-class SpeculationCounters:
-    """What speculation did for one request; tokens cut off by a stop or a length limit are not counted."""
-
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_lossy_draft_tokens: int = 0
-    acceptance_histogram: Counter[int] = field(default_factory=Counter)
-
-    def record(self, num_drafts: int, num_accepted: int, num_lossy: int) -> None:
-        """Counts one verify step with at least one draft; lossy are accepted drafts that the target did not draw."""
-        self.num_spec_steps += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_draft_tokens += num_accepted
-        self.num_lossy_draft_tokens += num_lossy
-        self.acceptance_histogram[num_accepted] += 1
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted drafts per draft; 0 without drafts."""
-        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
 @dataclass(eq=False)
@@ -68,6 +44,7 @@ class Sequence:
         thinking: whether the text is between its thinking tokens, where the rule asks.
         block_table: ids of the cache blocks.
         num_generated: tokens generated so far.
+        counters: what its drafts came to so far.
         finish_reason: "" while running, then "stop" or "length".
         logprobs: for each generated token, if asked for.
         prompt_logprobs: for each token of the prompt but the first, if asked for.

@@ -65,6 +65,22 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
+    acceptance = commands.add_parser("acceptance", help="measure acceptance and cost of drafts on prompts of your own")
+    acceptance.add_argument("checkpoint", type=Path)
+    acceptance.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="text, one prompt a line")
+    acceptance.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="K",
+        help="drafts a step, one run for each",
+    )
+    acceptance.add_argument("--max-tokens", type=int, default=64, help="most tokens generated for a prompt (64)")
+    acceptance.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
+    acceptance.add_argument("--output", type=Path, metavar="DIR", help="folder for acceptance.json and acceptance.png")
+    acceptance.set_defaults(run=_acceptance)
+
     export = commands.add_parser("export-mtp", help="write a checkpoint's MTP layers into a directory of their own")
     export.add_argument("--input-dir", type=Path, required=True, help="published checkpoint")
     export.add_argument("--output-dir", type=Path, required=True, help="folder to make")
@@ -111,6 +127,20 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from mtp_backend.serving.inspect import show
 
     show(arguments.checkpoint, arguments.dtype, arguments.memory, arguments.json)
+    return 0
+
+
+def _acceptance(arguments: argparse.Namespace) -> int:
+    from mtp_backend.serving.acceptance import show
+
+    show(
+        arguments.checkpoint,
+        arguments.prompts,
+        arguments.num_speculative_tokens,
+        arguments.max_tokens,
+        arguments.temperature,
+        arguments.output,
+    )
     return 0
 
 

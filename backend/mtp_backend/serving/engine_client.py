@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import queue
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +17,7 @@ import zmq
 
 from mtp_backend.errors import MtpError, Unavailable, from_code
 from mtp_backend.serving import messages
-from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Message
+from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Message, Stats
 from mtp_backend.serving.rendezvous import Rendezvous
 
 log = logging.getLogger("mtp.client")
@@ -45,6 +47,7 @@ class EngineClient:
     Args:
         config: the engine configuration file, which also names the rendezvous.
         server_pid: the inference server; the engine ends with it.
+        take_stats: is called with what the engine tells about its work, from a thread of its own; None: not wanted.
 
     Attributes:
         max_model_len: the engine's longest sequence, prompt and output together, in tokens.
@@ -55,10 +58,12 @@ class EngineClient:
 
     max_model_len: int
 
-    def __init__(self, config: Path, server_pid: int) -> None:
+    def __init__(self, config: Path, server_pid: int, take_stats: Callable[[Stats], None] | None = None) -> None:
         self._config = config
         self._server_pid = server_pid
         self._rendezvous = Rendezvous.of_server(server_pid, config)
+        self._take_stats = take_stats
+        self._stats: queue.SimpleQueue[Stats] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._open: dict[int, Reply] = {}
         self._lock = threading.Lock()
@@ -108,7 +113,7 @@ class EngineClient:
         name = uuid.uuid4().bytes
         commands = _socket(name + b"c", self._rendezvous.address)
         answers = _socket(name + b"r", self._rendezvous.address)
-        answers.send(messages.encode([Hello(os.getpid())]))
+        answers.send(messages.encode([Hello(os.getpid(), self._take_stats is not None)]))
         poller = zmq.Poller()
         poller.register(answers, zmq.POLLIN)
         poller.register(engine, zmq.POLLIN)
@@ -141,6 +146,9 @@ class EngineClient:
         self._answers.close(linger=0)
 
     def _dispatch(self, message: Message) -> None:
+        if isinstance(message, Stats):
+            self._stats.put(message)
+            return
         with self._lock:
             reply = self._open.pop(message.request, None) if message.final else self._open.get(message.request)
         if reply is None:
@@ -179,9 +187,14 @@ class EngineClient:
         return False
 
     def _watch(self) -> None:
-        """Tells the engine about requests that their clients have withdrawn."""
+        """Tells the engine about requests that their clients have withdrawn, and passes its statistics on.
+
+        Both ask the server, which takes too long for the thread that the answers go through.
+        """
         told: set[int] = set()
         while not self._closing.wait(CANCEL_POLL_SECONDS):
+            with suppress(queue.Empty):
+                self._take_stats(self._stats.get_nowait())  # none come unless they are wanted
             with self._lock:
                 pending = list(self._open.items())
             told &= {number for number, _ in pending}

@@ -35,6 +35,7 @@ from mtp_backend.serving.messages import (
 )
 from mtp_backend.serving.rendezvous import Rendezvous
 from mtp_backend.serving.sessions import Address, Sessions
+from mtp_backend.serving.statistics import Statistics
 
 log = logging.getLogger("mtp.engine")
 # An engine that no role has been using for this long ends, so that it never outlives its server.
@@ -62,6 +63,8 @@ class EngineProcess:
         self._engine = engine
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
+        self._statistics = Statistics(engine)
+        self._stats_role: Address | None = None
         self._generations: dict[Sequence, Generation] = {}
         self._outbox: dict[Address, list[Message]] = defaultdict(list)
         self._roles: dict[Address, int] = {}  # address → file descriptor that tells when the process ends
@@ -92,9 +95,10 @@ class EngineProcess:
                 self._receive()
             if self._engine.has_work:
                 self._step()
-            self._flush()
+            self._flush()  # the first frame of a role is its Welcome alone
             if time.monotonic() >= self._next_housekeeping:
                 self._housekeeping()
+                self._flush()
 
     def _end_roles(self) -> None:
         """Ends the server's stubs, which can hang in a call to a server that was killed."""
@@ -124,6 +128,8 @@ class EngineProcess:
             case Hello():
                 self._roles[address] = os.pidfd_open(message.pid)
                 self._poller.register(self._roles[address], zmq.POLLIN)
+                if message.wants_stats:
+                    self._stats_role = address
                 self._send(address, Welcome(self._engine.rules.max_model_len))
             case Bye():
                 self._forget(address)
@@ -211,6 +217,8 @@ class EngineProcess:
         for sequence in [s for s, generation in self._generations.items() if generation.address == address]:
             del self._generations[sequence]
             self._engine.remove(sequence)
+        if address == self._stats_role:
+            self._stats_role = None
         self._sessions.drop(address)
         self._last_role = time.monotonic()
 
@@ -218,6 +226,8 @@ class EngineProcess:
         now = time.monotonic()
         self._next_housekeeping = now + HOUSEKEEPING_SECONDS
         self._sessions.expire()
+        if self._stats_role is not None:
+            self._send(self._stats_role, self._statistics.take())
         if not self._roles and now - self._last_role > ORPHAN_SECONDS:
             log.info("no role is using this engine")
             self._running = False

@@ -23,9 +23,10 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Hello(Message):
-    """First message of a role: its process, so that the engine notices when it dies."""
+    """First message of a role: its process, so that the engine notices when it dies, and whether it wants `Stats`."""
 
     pid: int
+    wants_stats: bool
 
 
 class Bye(Message):
@@ -128,6 +129,25 @@ class Proposed(Message):
     final = True
 
 
+class Stats(Message):
+    """What the engine did since its last Stats, to whichever role, and how it stands; about once a second.
+
+    `accepted_per_pos`: accepted drafts at positions 0 … k − 1.
+    """
+
+    num_generated_tokens: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    accepted_per_pos: list[int]
+    draft_seconds: float
+    verify_seconds: float
+    manage_seconds: float
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks: int
+
+
 class Failed(Message):
     """The request failed; `code` is a gRPC status name."""
 
@@ -139,7 +159,7 @@ class Failed(Message):
 
 
 ToEngine = Hello | Bye | Generate | Step | Propose | Cancel
-FromEngine = Welcome | Generated | Stepped | Proposed | Failed
+FromEngine = Welcome | Generated | Stepped | Proposed | Stats | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode

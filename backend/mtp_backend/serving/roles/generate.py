@@ -83,6 +83,7 @@ class GenerateRole(Role):
     """Takes a parameter from its own input, else from the JSON object, else from the request parameters."""
 
     decoupled = True
+    has_metrics = True
 
     def submission(self, request: Any) -> Submission:
         prompt = triton_io.scalar(request, "text_input") or ""  # this server lets a required input be left out

@@ -17,6 +17,7 @@ from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import triton_io
 from mtp_backend.serving.engine_client import EngineClient
 from mtp_backend.serving.messages import Message
+from mtp_backend.serving.roles.metrics import Metrics
 
 log = logging.getLogger("mtp.role")
 Submission = tuple[Callable[[int], Message], "TritonReply"]
@@ -97,12 +98,18 @@ class Role(ABC):
     """
 
     decoupled = False
+    has_metrics = False
 
     def __init__(self, arguments: dict[str, str]) -> None:
         parameters = json.loads(arguments["model_config"])["parameters"]
         config_file = _engine_config(parameters, Path(arguments["model_repository"]))
-        self._tokenizer = load_tokenizer(Path(EngineConfig.from_json(config_file).model))
-        self.client = EngineClient(config_file, os.getppid())
+        config = EngineConfig.from_json(config_file)
+        self._tokenizer = load_tokenizer(Path(config.model))
+        self._metrics = None
+        if self.has_metrics:
+            labels = {"model": arguments["model_name"], "version": arguments["model_version"]}
+            self._metrics = Metrics(labels, config.num_drafts)
+        self.client = EngineClient(config_file, os.getppid(), self._metrics and self._metrics.take)
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer else {}
         self._longest_token = max(map(len, vocabulary), default=0)
 

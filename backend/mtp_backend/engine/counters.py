@@ -1,0 +1,102 @@
+"""What speculation did, as counts, and the figures that follow from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtp_backend.engine.stopwatch import StepSeconds
+
+
+@dataclass
+class SpeculationCounters:
+    """Outcomes of verify steps with at least one draft; accepted drafts that an end of the text cut off do not count.
+
+    Attributes:
+        drafted: for each position 0 … k − 1 of a step, the drafts verified there.
+        accepted: for each position, how many of them became part of the text.
+        num_lossy_draft_tokens: accepted drafts that the target did not draw; above 0 with lossy rules only.
+    """
+
+    drafted: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    num_lossy_draft_tokens: int = 0
+
+    def record(self, num_drafts: int, num_accepted: int, num_lossy: int) -> None:
+        """Counts one step; the accepted drafts are its first ones, the lossy ones are some of these."""
+        self.drafted.update(range(num_drafts))
+        self.accepted.update(range(num_accepted))
+        self.num_lossy_draft_tokens += num_lossy
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Steps with at least one draft."""
+        return self.drafted[0]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts verified."""
+        return self.drafted.total()
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Drafts that became part of the text."""
+        return self.accepted.total()
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per step with drafts: the accepted ones and one of the target's own; 1 without such steps."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted drafts per draft; 0 without drafts."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Accepted drafts per draft at each position, whatever became of the drafts before it in the step."""
+        return [self.accepted[position] / self.drafted[position] for position in sorted(self.drafted)]
+
+    @property
+    def acceptance_histogram(self) -> dict[int, int]:
+        """Number of accepted drafts → steps that accepted exactly so many, without those that never occurred."""
+        at_least = [self.num_spec_steps, *(self.accepted[position] for position in sorted(self.drafted)), 0]
+        steps = {count: at_least[count] - at_least[count + 1] for count in range(len(at_least) - 1)}
+        return {count: number for count, number in steps.items() if number}
+
+    def figures(self) -> dict[str, Any]:
+        """All counts and figures by the names that they have in reports."""
+        return {
+            "num_spec_steps": self.num_spec_steps,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_lossy_draft_tokens": self.num_lossy_draft_tokens,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_rate_per_position": self.acceptance_rate_per_position,
+            "acceptance_histogram": self.acceptance_histogram,
+        }
+
+
+@dataclass
+class EngineTotals:
+    """What an engine has done since it was made, for all requests together; no number ever goes down.
+
+    Attributes:
+        num_generated_tokens: committed tokens, accepted drafts among them.
+        seconds: time of all steps, those over prompts included.
+    """
+
+    num_generated_tokens: int = 0
+    speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    seconds: StepSeconds = field(default_factory=StepSeconds)
+
+    @property
+    def seconds_per_token(self) -> StepSeconds:
+        """Cost of a token that became part of a text; 0 before the first."""
+        count = self.num_generated_tokens
+        if not count:
+            return StepSeconds()
+        return StepSeconds(self.seconds.draft / count, self.seconds.verify / count, self.seconds.manage / count)

@@ -1,0 +1,82 @@
+"""The engine's metrics on the server's own /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from mtp_backend.serving.messages import Stats
+
+# Names in `pb_utils.MetricFamily`, which is there only after this file is imported.
+COUNTER, GAUGE = "COUNTER", "GAUGE"
+
+
+class Metrics:
+    """Counters only go up, also when the engine is started again: its messages tell what was done since the last one.
+
+    One process of a server may have them: two that make a metric of one name and labels share it, and each deletes it.
+
+    Args:
+        labels: of every metric.
+        num_drafts: drafts a step.
+    """
+
+    def __init__(self, labels: dict[str, str], num_drafts: int) -> None:
+        self._labels = labels
+        self._families: list[Any] = []  # a metric needs its family for as long as it lives
+        spec = "mtp_spec_decode_num_"
+        self._generated = self._metric("mtp_generation_tokens_total", COUNTER, "Tokens generated")
+        self._steps = self._metric(spec + "drafts_total", COUNTER, "Verify steps with at least one draft")
+        self._drafts = self._metric(spec + "draft_tokens_total", COUNTER, "Drafts verified")
+        self._accepted = self._metric(spec + "accepted_tokens_total", COUNTER, "Drafts accepted")
+        self._accepted_per_pos = self._metrics(
+            spec + "accepted_tokens_per_pos_total",
+            "Drafts accepted at each position of a step, from 0",
+            "position",
+            [str(position) for position in range(num_drafts)],
+        )
+        self._seconds = self._metrics(
+            "mtp_step_seconds_total",
+            "Time of the engine's steps by what it went to",
+            "part",
+            ["draft", "verify", "manage"],
+        )
+        self._running = self._metric("mtp_num_sequences_running", GAUGE, "Sequences that take part in steps")
+        self._waiting = self._metric("mtp_num_sequences_waiting", GAUGE, "Sequences that wait to take part")
+        self._blocks_used = self._metric("mtp_kv_blocks_used", GAUGE, "KV cache blocks that sequences hold")
+        self._blocks = self._metric("mtp_kv_blocks", GAUGE, "KV cache blocks")
+
+    def take(self, stats: Stats) -> None:
+        """Adds what a message of the engine tells."""
+        seconds = (stats.draft_seconds, stats.verify_seconds, stats.manage_seconds)
+        counted = [
+            (self._generated, stats.num_generated_tokens),
+            (self._steps, stats.num_spec_steps),
+            (self._drafts, stats.num_draft_tokens),
+            (self._accepted, sum(stats.accepted_per_pos)),
+            # A checkpoint without MTP layers has no positions, whatever was configured.
+            *zip(self._accepted_per_pos, stats.accepted_per_pos, strict=False),
+            *zip(self._seconds, seconds, strict=True),
+        ]
+        for metric, more in counted:
+            if more:
+                metric.increment(more)
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._blocks_used.set(stats.num_blocks_used)
+        self._blocks.set(stats.num_blocks)
+
+    def _metric(self, name: str, kind: str, description: str) -> Any:
+        return self._family(name, kind, description).Metric(labels=self._labels)
+
+    def _metrics(self, name: str, description: str, label: str, values: list[str]) -> list[Any]:
+        """Counters of one name, one for each value of a label."""
+        family = self._family(name, COUNTER, description)
+        return [family.Metric(labels={**self._labels, label: value}) for value in values]
+
+    def _family(self, name: str, kind: str, description: str) -> Any:
+        self._families.append(
+            pb_utils.MetricFamily(name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind))
+        )
+        return self._families[-1]

@@ -22,7 +22,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self):
         self.requests = []
-        self.open = 0
+        self._open = set()
         self.hangs = False
         self.released = threading.Event()
 
@@ -35,8 +35,8 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         (request,) = list(requests)
         self.requests.append(read(request))
         prompt = self.requests[-1]["text_input"].item().decode()
-        self.open += 1
-        context.add_callback(self.close)
+        self._open.add(context)
+        context.add_callback(lambda: self._open.discard(context))
         errors = {
             "refused": "top_k: got -5; allowed: >= 0",
             "unavailable": "UNAVAILABLE: the engine has ended",
@@ -59,14 +59,21 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def chunk(self, text, finish_reason=""):
         return service_pb2.ModelStreamInferResponse(infer_response=answer(text, finish_reason, [1]))
 
-    def close(self):
-        self.open -= 1
+    @property
+    def open(self):
+        """Generations that have begun and not ended."""
+        return len(self._open)
 
-    def all_closed(self, seconds=5):
+    def becomes(self, number, seconds=5):
+        """Whether that many generations are open, now or soon."""
         end = time.monotonic() + seconds
-        while self.open and time.monotonic() < end:
+        while self.open != number and time.monotonic() < end:
             time.sleep(0.01)
-        return self.open == 0
+        return self.open == number
+
+    def all_closed(self):
+        return self.becomes(0)
+
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def test_disconnect(gateway, server, prompt, stream):
     with httpx.Client(trust_env=False) as http, pytest.raises(httpx.ReadTimeout):
         with http.stream("POST", f"{gateway}/v1/completions", json=body, timeout=0.3) as response:
             for _, _ in zip(response.iter_lines(), range(5), strict=False):
-                assert server.open == 2
+                assert server.becomes(2)
             raise httpx.ReadTimeout("left in the middle")
     assert server.all_closed()
     assert post(gateway).status_code == 200

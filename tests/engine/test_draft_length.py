@@ -7,7 +7,7 @@ from mtp_backend import SamplingParams
 from mtp_backend.engine.engine import Engine
 from mtp_backend.speculation.draft_length import AdaptiveLength, DraftLength
 
-TABLE = ((1, 2, 3), (3, 3, 0), (5, 6, 1))
+TABLE = ((1, 1, 3), (2, 2, 2), (3, 3, 0), (5, 6, 1))
 LENGTHS = {
     "table": {"num_speculative_tokens_per_batch_size": TABLE},
     "adaptive": {"adaptive_draft_length": True},
@@ -135,7 +135,7 @@ def test_the_table_decides_by_the_sequences_that_decode(deepseek, make_llm, prom
         for index in range(7)
     ]
     late = engine.new_sequence(prompt_of(30), SamplingParams(max_tokens=4, ignore_eos=True))
-    expected = {1: 3, 2: 3, 3: 0, 4: 3, 5: 1, 6: 1, 7: 3}
+    expected = {1: 3, 2: 2, 3: 0, 4: 3, 5: 1, 6: 1, 7: 3}
     for sequence in sequences:
         engine.add(sequence)
     seen = set()

@@ -20,7 +20,12 @@ MOST = 3
 WARM = WARMUP_STEPS * (1 + MOST) + PROBE_INTERVAL  # steps
 # Share of accepted drafts, the target's seconds for each row of a sequence after the first (1 for that), seconds of
 # each draft, and the number of drafts that is best.
-WORKLOADS = {"high": (0.9, 0.05, 0.05, 3), "middle": (0.5, 0.25, 0.1, 1), "low": (0.1, 0.2, 0.1, 0)}
+WORKLOADS = {
+    "high": (0.9, 0.05, 0.05, 3),
+    "middle": (0.5, 0.25, 0.1, 1),
+    "low": (0.1, 0.2, 0.1, 0),
+    "slow drafts": (0.5, 0.0, 0.8, 0),
+}
 
 
 class Simulation:
@@ -87,7 +92,7 @@ def test_adaptive_is_configured():
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_best_number_differs(workload):
-    """The workloads ask for 3, 1 and 0 drafts."""
+    """The workloads ask for 3, 1 and 0 drafts, and each clearly."""
     seconds = [seconds_of_fixed(k, workload, 10_000) for k in range(MOST + 1)]
     best = min(range(MOST + 1), key=seconds.__getitem__)
     assert best == WORKLOADS[workload][3]
@@ -159,6 +164,36 @@ def test_only_a_clear_gain_changes_the_number(gain, chosen):
         now += 1.5 * (1 + gain) if k else 1.0
         length.end_target_pass(1 + k)
     assert k == chosen
+
+
+def test_decisions_are_rare():
+    """The chosen number becomes ten times slower right after a decision: it stays until the next."""
+    now = 0.0
+    length = AdaptiveLength(1, lambda: now)
+    chosen = []
+    for step in range(2 * WARMUP_STEPS + REVIEW_INTERVAL + 1):
+        chosen.append(length.choose(1))
+        length.start_pass()
+        length.end_draft_pass(1, chosen[-1])
+        length.start_pass()
+        now += 1 if not chosen[-1] or step < 2 * WARMUP_STEPS else 10
+        length.end_target_pass(1 + chosen[-1])
+    assert chosen[2 * WARMUP_STEPS :] == [1] * REVIEW_INTERVAL + [0]
+
+
+def test_a_draft_counts_where_those_before_it_were_accepted():
+    """None or both of two drafts are accepted: half of the first ones, all of the second, 2 tokens a step."""
+    now = 0.0
+    length = AdaptiveLength(2, lambda: now)
+    for step in range(PROBE_INTERVAL):
+        k = length.choose(1)
+        length.start_pass()
+        length.end_draft_pass(1, k)
+        length.start_pass()
+        now += (10, 1, 1.25)[k]
+        length.end_target_pass(1 + k)
+        length.observe(k, k * (step % 2))
+    assert k == 2
 
 
 def test_the_number_follows_the_batch_size():

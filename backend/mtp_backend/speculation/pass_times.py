@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median
 
-WINDOW = 7  # measurements that a median is taken of
+WINDOW = 15  # measurements that a median is taken of
 
 
 class PassTimes:

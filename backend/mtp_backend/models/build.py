@@ -112,11 +112,11 @@ def build_networks(
         target = CausalLM(config, layers, ops)
     check_tensors(target, checkpoint)
     _check_all_read(checkpoint, config, target, own_mtp)
+    mtp = [_plan_mtp(family, config, index, source, checkpoint, dtype, ops) for index in range(num_mtp)]
     allocate(target, device)
     load_weights(target, checkpoint)
-    mtp = [
-        _build_mtp(family, config, index, source, checkpoint, target, dtype, device, ops) for index in range(num_mtp)
-    ]
+    for index, module in enumerate(mtp):
+        _fill_mtp(module, index, source, target, device)
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
     return Networks(config, target, mtp, rotary)
 
@@ -141,17 +141,16 @@ def _unread(names: set[str], read: set[str], checkpoint: Checkpoint) -> list[str
     return sorted(name for name in names - read if not name.endswith(derived))
 
 
-def _build_mtp(
+def _plan_mtp(
     family: Family,
     config: ModelConfig,
     index: int,
     source: MtpLayout,
     checkpoint: Checkpoint,
-    target: CausalLM,
     dtype: torch.dtype,
-    device: torch.device,
     ops: Ops,
 ) -> MtpModule:
+    """An MTP module without memory, whose tensors have been checked. Without embedding or head it has the target's."""
     draft = source.checkpoint
     # A checkpoint repeats the target's embedding and head for its MTP modules, or leaves them out: share them.
     copies = {source.name(index, own): shared for own, shared in SHARED.items()}
@@ -163,27 +162,26 @@ def _build_mtp(
         embed_tokens = None if shares_embedding else blank_embedding(config)
         head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         mtp = MtpModule(config, layer, embed_tokens, head, ops, rotated=source.name(index, ROTATION) in draft)
-
-    def rename(own: str) -> str:
-        return source.name(index, own)
-
-    check_tensors(mtp, draft, rename)
+    check_tensors(mtp, draft, lambda own: source.name(index, own))
     # Published checkpoints hold other tensors too; a directory of MTP modules alone must not.
     belongs = {index} if source.kind == RAW else {index, None}
-    read = {rename(own) for own, _ in checkpoint_views(mtp)} | copies.keys()
+    read = {source.name(index, own) for own, _ in checkpoint_views(mtp)} | copies.keys()
     read.add(source.name(index, ROTATION))
     unread = _unread({name for name in draft.names if source.module_of(name) in belongs}, read, draft)
     if unread:
         raise CheckpointError(
             f"{draft.directory}: tensor {unread[0]!r} belongs to no part of MTP module {index} as config.json has it"
         )
-    allocate(mtp, device)
-    load_weights(mtp, draft, rename)
-    if shares_embedding:
-        mtp.embed_tokens = target.model.embed_tokens
-    if shares_head:
-        mtp.shared_head.head = target.lm_head
     return mtp
+
+
+def _fill_mtp(mtp: MtpModule, index: int, source: MtpLayout, target: CausalLM, device: torch.device) -> None:
+    allocate(mtp, device)
+    load_weights(mtp, source.checkpoint, lambda own: source.name(index, own))
+    if mtp.embed_tokens is None:
+        mtp.embed_tokens = target.model.embed_tokens
+    if mtp.shared_head.head is None:
+        mtp.shared_head.head = target.lm_head
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from mtp_backend.config import SpeculativeConfig
@@ -79,8 +80,7 @@ class AdaptiveLength(DraftLength):
         self._draft_seconds = [PassTimes() for _ in range(num_drafts + 1)]  # for each number, by sequences
         self._tried = [0.0] * num_drafts
         self._accepted = [0.0] * num_drafts
-        self._step_tried = [0] * num_drafts
-        self._step_accepted = [0] * num_drafts
+        self._outcomes: Counter[tuple[int, int]] = Counter()  # of the sequences of a step: drafts, accepted ones
 
     def choose(self, batch_size: int) -> int:
         self._learn()
@@ -104,18 +104,21 @@ class AdaptiveLength(DraftLength):
         self._draft_seconds[num_drafts].add(batch_size, self._clock() - self._started)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        for index in range(min(num_accepted + 1, num_drafts)):
-            self._step_tried[index] += 1
-            self._step_accepted[index] += index < num_accepted
+        self._outcomes[num_drafts, num_accepted] += 1
 
     def _learn(self) -> None:
-        """Takes the step's counts into the estimates; those of positions that it did not try stay."""
+        """Takes the step's outcomes into the estimates; those of positions that it did not try stay."""
+        tried, accepted = [0] * self._num_drafts, [0] * self._num_drafts
+        for (num_drafts, num_accepted), count in self._outcomes.items():
+            for index in range(min(num_accepted + 1, num_drafts)):
+                tried[index] += count
+                accepted[index] += count * (index < num_accepted)
+        self._outcomes.clear()
         keep = 1 - 1 / ACCEPTANCE_MEMORY
-        for index, tried in enumerate(self._step_tried):
-            if tried:
-                self._tried[index] = keep * self._tried[index] + tried
-                self._accepted[index] = keep * self._accepted[index] + self._step_accepted[index]
-                self._step_tried[index] = self._step_accepted[index] = 0
+        for index, count in enumerate(tried):
+            if count:
+                self._tried[index] = keep * self._tried[index] + count
+                self._accepted[index] = keep * self._accepted[index] + accepted[index]
 
     def _neighbour(self, probe: int) -> int:
         """One more and one less in turn; what there is at the ends."""

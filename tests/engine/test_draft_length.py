@@ -193,6 +193,27 @@ def test_what_the_choice_is_told(deepseek, make_llm, prompt_of, with_length):
     assert sequence.counters.num_accepted_draft_tokens
 
 
+def test_a_stop_among_accepted_drafts(deepseek, make_llm, prompt_of, with_length):
+    """Drafts behind the end are not committed, but they were accepted: no evidence against drafts."""
+    engine = make_llm(deepseek, 3, adaptive_draft_length=True).engine
+
+    def run(**ending):
+        """Tokens of each step, and what was observed in them."""
+        with_length(engine, recorder := Recorder(3))
+        engine.add(engine.new_sequence(prompt_of(6), SamplingParams(ignore_eos=True, max_tokens=60, **ending)))
+        steps = []
+        while engine.has_work:
+            steps.append(engine.step()[0].token_ids)
+        return steps, [call for call in recorder.calls if call[0] == "observe"]
+
+    steps, observed = run()
+    # A step of which all drafts are accepted and whose first token is new: the text is to end with that token.
+    last = next(i for i, own in enumerate(steps) if len(own) == 4 and own[0] not in sum(steps[:i], []) + own[1:])
+    ended, seen = run(stop_token_ids=(steps[last][0],))
+    assert ended == [*steps[:last], steps[last][:1]]
+    assert seen == observed[:last] and seen[-1] == ("observe", 3, 3)  # the first step has no drafts
+
+
 def test_rows_of_a_batch(deepseek, make_llm, prompt_of, with_length):
     """A late prompt makes a pass that is not measured, and its drafts are made in one with those of the others."""
     engine = make_llm(deepseek, 2, adaptive_draft_length=True).engine

@@ -95,7 +95,7 @@ def test_drafts_and_their_logits(random_checkpoint, model_type, k, mode):
             rows = torch.randn(len(texts[index]) - 1 - start, width, generator=generator)
             hidden[index] = torch.cat([hidden[index], rows])
             wanted = chance.choice((0, 1, k, k))
-            work.append(DraftWork(texts[index][start + 1 :], rows, start, tables[index], wanted, kept[index]))
+            work.append(DraftWork(texts[index][start + 1 :], rows, start, tables[index], wanted, kept=kept[index]))
         for index, item, (own, logits) in zip(indices, work, propose(paged, work), strict=True):
             drafts[index] = own
             if item.num_drafts:

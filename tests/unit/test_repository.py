@@ -86,7 +86,7 @@ def test_draft_model(tmp_path, monkeypatch, values):
         ("num_speculative_tokens=-1", "speculative.num_speculative_tokens: got -1"),
         ("num_speculative_tokens=two", "engine.json"),
         ("dtype=float16", "dtype: got 'float16'; allowed: one of auto, bfloat16, float32"),
-        ("device=npu", "device: got 'npu'; allowed: one of cpu"),
+        ("device=gpu", "device: got 'gpu'; allowed: one of cpu, npu"),
         ("max_num_seqs=0", "max_num_seqs: got 0; allowed: an integer ≥ 1"),
         ("max_num_batched_tokens=10", "max_num_batched_tokens: got 10; allowed: an integer ≥ 48"),
         ("kv_cache_bytes=0", "kv_cache_bytes: got 0"),

@@ -108,6 +108,7 @@ def _read_output(outputs: Outputs) -> dict[str, Any]:
         "num_output_tokens": _one(outputs, "num_output_tokens"),
         "num_draft_tokens": _one(outputs, "total_draft_tokens"),
         "num_accepted_draft_tokens": _one(outputs, "total_accepted_draft_tokens"),
+        "num_lossy_draft_tokens": _one(outputs, "total_lossy_draft_tokens"),
         "num_spec_steps": _one(outputs, "num_spec_steps"),
         "text_offsets": _flat(outputs, "text_offsets"),
         "logprobs": _logprobs(outputs, "logprobs"),

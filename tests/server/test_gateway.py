@@ -164,7 +164,9 @@ def test_stop(client, sdk, stop):
         ({"extra_body": {"ignore_eos": 1}}, "ignore_eos"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a " * 5000}, "prompt"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logprobs": 2}, "logprobs"),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ COUNTERS = [
     "num_spec_steps",
     "total_draft_tokens",
     "total_accepted_draft_tokens",
+    "total_lossy_draft_tokens",
 ]
 
 
@@ -27,7 +28,7 @@ def check_answer(answer, wanted):
     assert answer["finish_reason"] == wanted.finish_reason
     counted = [
         len(wanted.prompt_token_ids), len(wanted.token_ids), wanted.num_spec_steps,
-        wanted.num_draft_tokens, wanted.num_accepted_draft_tokens,
+        wanted.num_draft_tokens, wanted.num_accepted_draft_tokens, wanted.num_lossy_draft_tokens,
     ]  # fmt: skip
     assert [answer[name] for name in COUNTERS] == counted
     assert answer["acceptance_rate"] == pytest.approx(

@@ -75,7 +75,6 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return self.becomes(0)
 
 
-
 @contextmanager
 def running_server():
     """The servicer; `url` is its address."""

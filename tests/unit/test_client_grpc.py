@@ -29,7 +29,8 @@ def respond(outputs):
 
 def answer(text, finish_reason, output_ids):
     one = dict.fromkeys(["num_input_tokens", "num_output_tokens"], ([1], [2], "uint32"))
-    one |= dict.fromkeys(["total_draft_tokens", "total_accepted_draft_tokens", "num_spec_steps"], ([1], [1], "int32"))
+    counts = ["total_draft_tokens", "total_accepted_draft_tokens", "total_lossy_draft_tokens", "num_spec_steps"]
+    one |= dict.fromkeys(counts, ([1], [1], "int32"))
     texts = {"text_output": ([1], [text], "O"), "finish_reason": ([1], [finish_reason], "O")}
     ids = {"output_ids": ([len(output_ids)], output_ids, "int64"), "text_offsets": ([1], [0], "int32")}
     return respond({**texts, **ids, **one})

@@ -14,7 +14,12 @@ from mtp_client.cli import main
 
 def answer(text, finish_reason, output_ids):
     counters = {"num_input_tokens": 3, "num_output_tokens": 2, "num_spec_steps": 1}
-    drafts = {"total_draft_tokens": 2, "total_accepted_draft_tokens": 1, "acceptance_rate": 0.5}
+    drafts = {
+        "total_draft_tokens": 2,
+        "total_accepted_draft_tokens": 1,
+        "total_lossy_draft_tokens": 0,
+        "acceptance_rate": 0.5,
+    }
     return {
         "text_output": text,
         "output_ids": output_ids,

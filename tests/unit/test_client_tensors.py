@@ -15,6 +15,7 @@ GENERATION = {
     "num_output_tokens": np.array([2], dtype=np.uint32),
     "total_draft_tokens": np.array([4], dtype=np.int32),
     "total_accepted_draft_tokens": np.array([1], dtype=np.int32),
+    "total_lossy_draft_tokens": np.array([0], dtype=np.int32),
     "num_spec_steps": np.array([2], dtype=np.int32),
     "text_offsets": np.array([0, 1], dtype=np.int32),
 }

@@ -1,6 +1,7 @@
 """Numbers of drafts: the table, and the adaptive choice on simulated workloads with simulated time."""
 
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -73,21 +74,23 @@ def changes(chosen):
 
 
 def test_fixed():
-    length = draft_length_for(SpeculativeConfig(5))
+    length = draft_length_for(SpeculativeConfig(5), time.perf_counter)
     assert [length.choose(size) for size in (1, 2, 64)] == [5, 5, 5]
-    assert draft_length_for(SpeculativeConfig(0)).choose(1) == 0
+    assert draft_length_for(SpeculativeConfig(0), time.perf_counter).choose(1) == 0
 
 
 def test_table():
     """Both ends of a range belong to it; a gap and what lies behind the table have the greatest number."""
     table = [[1, 4, 3], [5, 5, 2], [9, 64, 0]]
-    length = draft_length_for(SpeculativeConfig(4, num_speculative_tokens_per_batch_size=table))
+    length = draft_length_for(SpeculativeConfig(4, num_speculative_tokens_per_batch_size=table), time.perf_counter)
     expected = {1: 3, 4: 3, 5: 2, 6: 4, 8: 4, 9: 0, 64: 0, 65: 4}
     assert {size: length.choose(size) for size in expected} == expected
 
 
 def test_adaptive_is_configured():
-    assert isinstance(draft_length_for(SpeculativeConfig(4, adaptive_draft_length=True)), AdaptiveLength)
+    assert isinstance(
+        draft_length_for(SpeculativeConfig(4, adaptive_draft_length=True), time.perf_counter), AdaptiveLength
+    )
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -28,7 +28,7 @@ TO_ENGINE = [
 ]
 FROM_ENGINE = [
     Welcome(4096),
-    Generated(1, "text", [5], "", 3, 1, 1, 2, 2, [0]),
+    Generated(1, "text", [5], "", 3, 1, 1, 2, 2, 1, [0]),
     Generated(
         1,
         "text",
@@ -39,6 +39,7 @@ FROM_ENGINE = [
         1,
         2,
         2,
+        0,
         [0],
         [{5: Logprob(-0.5, 1), 7: Logprob(-2.0, 2)}],
         -0.5,
@@ -67,7 +68,7 @@ def test_last_answers():
     """`final` tells the last answer of a request."""
     assert all(message.final for message in FROM_ENGINE if isinstance(message, (Stepped, Proposed, Failed)))
     for reason, final in (("", False), ("stop", True), ("length", True)):
-        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, []).final is final
+        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, []).final is final
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", messages.encode([FROM_ENGINE[0]]), messages.encode(TO_ENGINE)[:-1]])

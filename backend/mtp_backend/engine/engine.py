@@ -111,7 +111,7 @@ class Engine:
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
         self._draft_requests: list[Sequence] = []
-        self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0))
+        self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0), clock)
         self.totals = EngineTotals()
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
 

@@ -193,6 +193,7 @@ class EngineProcess:
             sequence.counters.num_spec_steps,
             sequence.counters.num_draft_tokens,
             sequence.counters.num_accepted_draft_tokens,
+            sequence.counters.num_lossy_draft_tokens,
             offsets,
             sequence.logprobs[generation.sent :] if wants_logprobs else None,
             sequence.cumulative_logprob if wants_logprobs else None,

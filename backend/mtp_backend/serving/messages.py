@@ -94,6 +94,7 @@ class Generated(Message):
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_lossy_draft_tokens: int
     text_offsets: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -69,7 +68,7 @@ class AdaptiveLength(DraftLength):
         clock: seconds from any start.
     """
 
-    def __init__(self, num_drafts: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, num_drafts: int, clock: Callable[[], float]) -> None:
         super().__init__(num_drafts)
         self._clock = clock
         self._started = 0.0
@@ -148,8 +147,8 @@ class AdaptiveLength(DraftLength):
         return (self._accepted[index] + PRIOR_WEIGHT * PRIOR_RATE) / tried
 
 
-def draft_length_for(config: SpeculativeConfig) -> DraftLength:
+def draft_length_for(config: SpeculativeConfig, clock: Callable[[], float]) -> DraftLength:
     """The configured choice."""
     if config.adaptive_draft_length:
-        return AdaptiveLength(config.num_speculative_tokens)
+        return AdaptiveLength(config.num_speculative_tokens, clock)
     return DraftLength(config.num_speculative_tokens, config.num_speculative_tokens_per_batch_size)

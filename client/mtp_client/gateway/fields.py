@@ -97,10 +97,10 @@ _COMMON: dict[str, Field] = {
     "stop": Passed("stop"),
     "seed": Passed("seed"),
     "ignore_eos": Passed("ignore_eos"),  # extension
-    "presence_penalty": Refused((0,)),
-    "frequency_penalty": Refused((0,)),
-    "repetition_penalty": Refused((1,)),
-    "logit_bias": Refused(({},)),
+    "presence_penalty": Passed("presence_penalty"),
+    "frequency_penalty": Passed("frequency_penalty"),
+    "repetition_penalty": Passed("repetition_penalty"),  # extension
+    "logit_bias": Passed("logit_bias"),
     "response_format": Refused(({"type": "text"},)),
     "user": Label(),
 }

@@ -55,6 +55,7 @@ class GenerateReply(TritonReply):
                 triton_io.tensor("num_spec_steps", message.num_spec_steps, np.int32, (1,)),
                 triton_io.tensor("total_draft_tokens", drafts, np.int32, (1,)),
                 triton_io.tensor("total_accepted_draft_tokens", accepted, np.int32, (1,)),
+                triton_io.tensor("total_lossy_draft_tokens", message.num_lossy_draft_tokens, np.int32, (1,)),
                 triton_io.tensor("acceptance_rate", accepted / drafts if drafts else 0.0, np.float32, (1,)),
                 *self._logprob_tensors(message),
             ],

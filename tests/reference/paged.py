@@ -120,7 +120,7 @@ def propose(paged: Paged, work: list[DraftWork]) -> list[tuple[list[int], torch.
         for index, row in zip(drawing, rows, strict=True):
             logits[index].append(row)
     return [
-        (own.token_ids, torch.stack(rows[: item.num_drafts]) if item.num_drafts else torch.empty(0))
+        (own, torch.stack(rows[: item.num_drafts]) if item.num_drafts else torch.empty(0))
         for item, own, rows in zip(work, drafts, logits, strict=True)
     ]
 

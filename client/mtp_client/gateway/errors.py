@@ -8,8 +8,9 @@ from typing import Any
 
 from mtp_client.errors import Cancelled, DeadlineExceeded, InvalidArgument, MtpError, NotFound, Unavailable
 
-# What the server's refusals look like; a key of its JSON object is written "sampling_parameters.key".
-_REFUSAL = re.compile(r"(?:sampling_parameters\.)?(\w+)(: got .*; allowed: .*)", re.DOTALL)
+# What the server's refusals look like: a key of its JSON object is written "sampling_parameters.key", and a part of a
+# field "field.part".
+_REFUSAL = re.compile(r"(?:sampling_parameters\.)?(\w+)((?:\.\w+)*: got .*; allowed: .*)", re.DOTALL)
 # A model that the server lacks is no fault of the caller, who named the gateway's own.
 _STATUS: dict[type[MtpError], int] = {
     InvalidArgument: 400,

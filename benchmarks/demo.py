@@ -116,7 +116,9 @@ def compare(plain: Client, speculative: Client, prompt: str) -> None:
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     ratio = statistics.median(b / a for a, b in zip(speeds["plain"], speeds["speculative"], strict=True))
     print("\n-- tokens/s through the server, one request at a time (median of", ROUNDS, "rounds in turn)")
-    print(f"   without MTP {medians['plain']:.0f}, with MTP {medians['speculative']:.0f}, ratio {ratio:.2f}")
+    print(
+        f"   without MTP {medians['plain']:.0f}, with MTP {medians['speculative']:.0f}, median ratio of a round {ratio:.2f}"
+    )
     print("   same text:", "yes" if text == speculative_text else "no (bfloat16 rounds differently by batch shape)")
 
 

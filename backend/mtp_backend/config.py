@@ -142,7 +142,8 @@ class EngineConfig:
         prefill_chunk_size: prompt tokens of one sequence in one device batch.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
-        num_threads: threads of the tensor library; None takes the number of processors.
+        num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
+            the processors). One is best for small models, and on a host that does other work.
     """
 
     model: str

@@ -33,7 +33,8 @@ class Client:
         self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", timeout: float = 60.0
     ) -> None:
         self._timeout = timeout
-        self._transport = _TRANSPORTS[protocol](url or default_url(protocol), timeout)
+        fallback = default_url(protocol)
+        self._transport = _TRANSPORTS[protocol](url or fallback, timeout)
 
     def generate(
         self,

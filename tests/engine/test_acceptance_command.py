@@ -12,12 +12,6 @@ PROMPTS = ["In the beginning God", "And it came to pass"]
 COUNTS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """An engine takes as many threads as there are processors, and the setting outlives it."""
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-
-
 @pytest.fixture
 def prompts(tmp_path):
     """A file with a blank line, which is no prompt."""

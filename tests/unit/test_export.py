@@ -225,9 +225,17 @@ def test_detection(case):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_model_type_by_flag(model_type, original, tmp_path):
+    """For a config.json that does not tell the family."""
+    edit_config(original, lambda config: config.update(model_type="own", architectures=["OwnForCausalLM"]))
     assert run(original, tmp_path / "out", "--model-type", model_type.upper()) == 0
     config = parsed(tmp_path / "out" / "config.json")
     assert (config["model_type"], config["architectures"]) == (TYPES[model_type][0], [TYPES[model_type][1]])
+
+
+def test_a_flag_against_config_is_refused(original, tmp_path, capsys):
+    assert run(original, tmp_path / "out", "--model-type", "glm4_moe") != 0
+    assert "--model-type: got 'glm4_moe'; allowed: deepseek_v3" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_sparse_attention_is_shared_as_xllm_has_it():

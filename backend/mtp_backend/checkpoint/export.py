@@ -77,9 +77,12 @@ def export_mtp(input_dir: Path, output_dir: Path, model_type: str | None = None)
     layout = find_draft(checkpoint)
     if layout.kind != RAW:
         raise CheckpointError(f"{input_dir}: holds MTP modules alone already (layout {layout.kind})")
-    model_type = exported_family(checkpoint.config) if model_type is None else model_type.lower()
+    found = exported_family(checkpoint.config)
+    model_type = found if model_type is None else model_type.lower()
     if model_type not in ARCHITECTURES:
         raise InvalidArgument("--model-type", model_type, "one of " + ", ".join(sorted(ARCHITECTURES)))
+    if found in ARCHITECTURES and model_type != found:
+        raise InvalidArgument("--model-type", model_type, f"{found}, which config.json describes")
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=output_dir.parent, prefix=f".{output_dir.name}-"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +66,8 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
-        torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
         checkpoint = Checkpoint(config.model)
         model = target_config(checkpoint)
         source = mtp_source(checkpoint, config.speculative.draft_model) if config.num_drafts else None

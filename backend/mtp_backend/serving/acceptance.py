@@ -49,6 +49,7 @@ def show(
     num_speculative_tokens: Sequence[int],
     max_tokens: int,
     temperature: float,
+    num_threads: int | None,
     output: Path | None,
 ) -> None:
     """Measures and prints a table; writes acceptance.json and acceptance.png into the folder `output`, if any.
@@ -63,8 +64,12 @@ def show(
     configs = [SpeculativeConfig(k) for k in num_speculative_tokens]
     if output is not None:
         _make(output)
-    runs = [measure(checkpoint, config, prompts, params) for config in configs]
-    print(table(runs))
+    positions = max(8 * max(num_speculative_tokens), 12)
+    print(_head(positions), flush=True)
+    runs = []
+    for config in configs:
+        runs.append(measure(checkpoint, config, prompts, params, num_threads))
+        print(_row(runs[-1], positions), flush=True)
     if output is not None:
         report = {
             "checkpoint": str(checkpoint),
@@ -95,31 +100,37 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def measure(checkpoint: Path, config: SpeculativeConfig, prompts: list[str], params: list[SamplingParams]) -> Run:
+def measure(
+    checkpoint: Path,
+    config: SpeculativeConfig,
+    prompts: list[str],
+    params: list[SamplingParams],
+    num_threads: int | None = None,
+) -> Run:
     """Generates for all prompts with an engine of its own."""
     tokenizer = load_tokenizer(checkpoint)
     token_ids = [encode(tokenizer, "--prompts", prompt) for prompt in prompts]
     longest = max(len(ids) + own.max_tokens for ids, own in zip(token_ids, params, strict=True))
-    llm = LLM(str(checkpoint), config, max_model_len=longest)
+    llm = LLM(str(checkpoint), config, max_model_len=longest, num_threads=num_threads)
     outputs = llm.generate(token_ids, params, progress=True)
     return Run(llm.engine.num_drafts, llm.engine.totals, outputs)
 
 
-def table(runs: list[Run]) -> str:
-    """A row for each run; times are milliseconds per generated token."""
-    positions = max(8 * max(run.num_speculative_tokens for run in runs), 12)
-    head = f"{'k':>2} {'tokens':>8} {'steps':>8} {'drafts':>8} {'accepted':>8} {'rate':>6} {'length':>6}  "
-    rows = [head + f"{'per position':<{positions}} {'ms/token':>9} = {'draft':>8} + {'verify':>8} + {'manage':>8}"]
-    for run in runs:
-        counts, cost = run.totals.speculation, run.totals.seconds_per_token
-        rates = " ".join(f"{rate:.3f}" for rate in counts.acceptance_rate_per_position)
-        rows.append(
-            f"{run.num_speculative_tokens:>2} {run.totals.num_generated_tokens:>8} {counts.num_spec_steps:>8} "
-            f"{counts.num_draft_tokens:>8} {counts.num_accepted_draft_tokens:>8} {counts.draft_acceptance_rate:>6.3f} "
-            f"{counts.mean_acceptance_length:>6.3f}  {rates:<{positions}} {1000 * cost.total:>9.3f} = "
-            f"{1000 * cost.draft:>8.3f} + {1000 * cost.verify:>8.3f} + {1000 * cost.manage:>8.3f}"
-        )
-    return "\n".join(rows)
+def _head(positions: int) -> str:
+    """Names of the columns; that of the rates per position is `positions` wide. Times are of a generated token."""
+    counts = f"{'k':>2} {'tokens':>8} {'steps':>8} {'drafts':>8} {'accepted':>8} {'rate':>6} {'length':>6}  "
+    return counts + f"{'per position':<{positions}} {'ms/token':>9} = {'draft':>8} + {'verify':>8} + {'manage':>8}"
+
+
+def _row(run: Run, positions: int) -> str:
+    counts, cost = run.totals.speculation, run.totals.seconds_per_token
+    rates = " ".join(f"{rate:.3f}" for rate in counts.acceptance_rate_per_position)
+    return (
+        f"{run.num_speculative_tokens:>2} {run.totals.num_generated_tokens:>8} {counts.num_spec_steps:>8} "
+        f"{counts.num_draft_tokens:>8} {counts.num_accepted_draft_tokens:>8} {counts.draft_acceptance_rate:>6.3f} "
+        f"{counts.mean_acceptance_length:>6.3f}  {rates:<{positions}} {1000 * cost.total:>9.3f} = "
+        f"{1000 * cost.draft:>8.3f} + {1000 * cost.verify:>8.3f} + {1000 * cost.manage:>8.3f}"
+    )
 
 
 def _make(directory: Path) -> None:

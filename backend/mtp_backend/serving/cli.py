@@ -51,9 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run the Triton server on a model repository")
     serve.add_argument("repository", type=Path)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
-    serve.add_argument("--http-port", type=int, default=8000)
-    serve.add_argument("--grpc-port", type=int, default=8001)
-    serve.add_argument("--metrics-port", type=int, default=8002)
+    serve.add_argument("--http-port", type=_port, default=8000)
+    serve.add_argument("--grpc-port", type=_port, default=8001)
+    serve.add_argument("--metrics-port", type=_port, default=8002)
     serve.set_defaults(run=_serve)
 
     inspect = commands.add_parser("inspect", help="show what is in a checkpoint and what it takes to serve it")
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     acceptance.add_argument("--max-tokens", type=int, default=64, help="most tokens generated for a prompt (64)")
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
+    acceptance.add_argument("--num-threads", type=int, help="threads of the tensor library (torch's own choice)")
     acceptance.add_argument("--output", type=Path, metavar="DIR", help="folder for acceptance.json and acceptance.png")
     acceptance.set_defaults(run=_acceptance)
 
@@ -91,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     install.add_argument("directory", type=Path, nargs="?", default=_server_directory())
     install.set_defaults(run=_install)
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: 1 … 65535")
+    return int(text)
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -139,6 +146,7 @@ def _acceptance(arguments: argparse.Namespace) -> int:
         arguments.num_speculative_tokens,
         arguments.max_tokens,
         arguments.temperature,
+        arguments.num_threads,
         arguments.output,
     )
     return 0

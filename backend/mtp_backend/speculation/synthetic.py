@@ -34,16 +34,16 @@ def lossy_conditional_rates(
     """
     if (rates is None) == (mean_length is None):
         raise InvalidArgument(
-            "synthetic_acceptance_rates", rates, "exactly one of synthetic_acceptance_{rates, length} is given"
+            "speculative.synthetic_acceptance_rates", rates, "exactly one of it and synthetic_acceptance_length"
         )
     if mean_length is not None:
-        checks.number("synthetic_acceptance_length", mean_length, 1, num_drafts + 1)
+        checks.number("speculative.synthetic_acceptance_length", mean_length, 1, num_drafts + 1)
         rates = [min(max(mean_length - 1 - i, 0.0), 1.0) for i in range(num_drafts)]
     if not isinstance(rates, (list, tuple)) or len(rates) != num_drafts:
-        raise InvalidArgument("synthetic_acceptance_rates", rates, f"a list of {num_drafts} numbers")
+        raise InvalidArgument("speculative.synthetic_acceptance_rates", rates, f"a list of {num_drafts} numbers")
     before = 1.0
     for rate in rates:
-        checks.number("synthetic_acceptance_rates", rate, 0, before)
+        checks.number("speculative.synthetic_acceptance_rates", rate, 0, before)
         before = rate
     joint = torch.tensor([1.0, *rates], dtype=torch.float64)
     return torch.where(joint[:-1] > 0, joint[1:] / joint[:-1], 0)

@@ -198,6 +198,20 @@ def test_relaxed_acceptance_of_the_most_likely_token_is_strict(model, make_llm, 
     assert output.num_lossy_draft_tokens == 0
 
 
+def test_the_text_is_strict_behind_the_end_of_thinking(model, make_llm, prompt_of, greedy):
+    prompt, params = [BEGIN, *prompt_of(12)], SamplingParams(max_tokens=40, ignore_eos=True)
+    relaxed = make_llm(model, 3, **THINKING).generate(prompt, params)[0]
+    # The same again, but a token from the middle of the text ends the thinking.
+    early = {*prompt, *relaxed.token_ids[:6]}
+    end = next(token for token in relaxed.token_ids if token not in early)
+    llm = make_llm(model, 3, **THINKING | {"end_thinking_phase_token": end})
+    output = llm.generate(prompt, params)[0]
+    length = relaxed.token_ids.index(end) + 1
+    assert output.token_ids[:length] == relaxed.token_ids[:length]
+    assert output.token_ids[length:] == greedy(model, prompt + output.token_ids[:length], 40 - length)
+    assert output.token_ids != relaxed.token_ids
+
+
 def test_a_client_can_begin_and_end_the_thinking(deepseek, make_llm, prompt_of):
     engine = make_llm(deepseek, 3, **THINKING).engine
     sequence = engine.new_sequence(prompt_of(5), SamplingParams(max_tokens=40), paced=True)

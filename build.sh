@@ -103,7 +103,7 @@ run_tests() {
   case $group in
     all) "$venv/bin/python" -m pytest tests; run_npu_tests ;;
     npu) run_npu_tests ;;
-    fast) "$venv/bin/python" -m pytest tests/unit tests/engine ;;
+    fast) "$venv/bin/python" -m pytest tests/unit tests/engine -m 'not slow' ;;
     unit | engine | server | load) "$venv/bin/python" -m pytest "tests/$group" ;;
     *) fail "test group '$group'; allowed: fast, unit, engine, server, load, npu" ;;
   esac

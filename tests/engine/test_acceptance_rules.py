@@ -9,6 +9,8 @@ from mtp_backend import LLM, SamplingParams
 from mtp_backend.errors import InvalidArgument
 from reference.checkpoints import save_random, transformers_model
 
+pytestmark = pytest.mark.slow
+
 EXACT = ["probabilistic", "block"]
 COUNT = 3
 TEXTS = 3000

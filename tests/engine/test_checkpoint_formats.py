@@ -13,6 +13,8 @@ from mtp_backend.ops import ops_for
 from reference.checkpoints import edit_config, edit_tensors, save_random, shard
 from reference.quantized import DESCRIPTION, ascend_int8, fp8_blocks, fp8_scaled
 
+pytestmark = pytest.mark.slow
+
 FORMATS = {
     "FP8 in blocks": fp8_blocks,
     "FP8 in blocks, scales powers of two by name": lambda path: fp8_blocks(path, (128, 128), scale_fmt="ue8m0"),

@@ -24,6 +24,8 @@ from reference.mtp import MtpReference, vanilla_chain
 from reference.paged import Paged, propose
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 NOISE = 0.1  # enough that the order of the layers matters, little enough that drafts are accepted
 MODES = [

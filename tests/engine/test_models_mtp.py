@@ -14,6 +14,8 @@ from reference.paged import Paged, propose
 from tokenizers import Tokenizer
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 LENGTHS = [2, 5, 18, 41]
 TEXT = "And God said, Let there be light: and there was light. And God saw the light, that it was good."

@@ -9,6 +9,8 @@ from mtp_backend.speculation import DraftWork
 from reference.checkpoints import DEMO, FEATURES, save_random
 from reference.paged import Paged, propose
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [1, 6, 13, 37]
 
 

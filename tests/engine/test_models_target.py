@@ -12,6 +12,8 @@ from reference.checkpoints import DEMO, FEATURES, edit_config, greedy, save_rand
 from reference.paged import Paged
 from tokenizers import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 LENGTHS = [1, 3, 8, 21, 50]
 PROMPTS = [

@@ -18,6 +18,8 @@ from reference.layouts import copy, save_exported, save_nextn
 from reference.quantized import fp8_blocks
 from transformers import AutoConfig
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekMTPForCausalLM",
     "deepseek_v32": "DeepseekV32MtpForCausalLM",

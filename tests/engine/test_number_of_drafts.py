@@ -7,6 +7,8 @@ from mtp_backend import SamplingParams
 from mtp_backend.engine.engine import Engine
 from mtp_backend.speculation.draft_length import AdaptiveLength, DraftLength
 
+pytestmark = pytest.mark.slow
+
 TABLE = ((1, 1, 3), (2, 2, 2), (3, 3, 0), (5, 6, 1))
 LENGTHS = {
     "table": {"num_speculative_tokens_per_batch_size": TABLE},

@@ -5,6 +5,8 @@ from mtp_backend import SamplingParams
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.speculation.drafter import Drafts
 
+pytestmark = pytest.mark.slow
+
 COUNT = 16
 FEATURES = {
     "none": {},

@@ -6,6 +6,8 @@ import pytest
 import torch
 from mtp_backend import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 4
 COUNT = 20
 SAMPLING = [

@@ -8,6 +8,8 @@ from mtp_backend import SamplingParams
 from reference.checkpoints import FEATURES, save_random, transformers_model
 from reference.mtp import MtpReference
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 4
 # A selection of its own in every layer and pass, and one shared by layers and by the passes of a chain of drafts.
 MODELS = ["deepseek-sparse", "glm-sparse-freq"]

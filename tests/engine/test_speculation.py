@@ -11,6 +11,8 @@ from mtp_backend import SamplingParams
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import demo_setup
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 4
 DRAFTS = [0, 1, 2, 3, 4, 15]
 CHUNKS = {1: (1, 5), 7: (2, 6), BLOCK: (3, 7), BLOCK + 1: (4, 8)}  # prefill chunk size → batch sizes

@@ -9,6 +9,8 @@ import torch
 from mtp_backend import SamplingParams
 from mtp_backend.errors import InvalidArgument
 
+pytestmark = pytest.mark.slow
+
 RUNS = 100  # for each number of drafts
 SCHEMAS = {
     "object": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", 3, None]}},

@@ -28,7 +28,7 @@ class AsyncClient:
         self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", timeout: float = 60.0
     ) -> None:
         self._timeout = timeout
-        fallback = default_url(protocol)
+        fallback = default_url(protocol)  # refuses an unknown protocol
         self._transport = _TRANSPORTS[protocol](url or fallback, timeout)
 
     async def generate(

@@ -58,6 +58,7 @@ class Verifier:
 
     def __init__(self, config: SpeculativeConfig | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         config = config or SpeculativeConfig(0)
+        self._config = config
         self._method = config.rejection_sample_method
         if self._method == "lossy_relaxed":
             self._relaxation = _relaxation(config, tokenizer, vocab_size)
@@ -77,28 +78,31 @@ class Verifier:
             shares: those that reach the end of their text.
             logits: of each share's last committed token and drafts, after its processors, [Σ (1 + k), vocab].
         """
-        rows = logits.split([1 + len(share.draft_ids) for share in shares])
+        rows = list(logits.split([1 + len(share.draft_ids) for share in shares]))
         weighing = [self._weighs(share) for share in shares]
         drawn = [index for index, weighs in enumerate(weighing) if not weighs]
         weighed = [index for index, weighs in enumerate(weighing) if weighs]
+        if not weighed:
+            return self._by_draws(shares, rows, logits)
         verdicts: dict[int, Verdict] = {}
         for chosen, rule in ((drawn, self._by_draws), (weighed, self._by_probabilities)):
             if chosen:
-                decided = rule([shares[index] for index in chosen], [rows[index] for index in chosen])
-                verdicts |= zip(chosen, decided, strict=True)
+                own = [rows[index] for index in chosen]
+                verdicts |= zip(chosen, rule([shares[index] for index in chosen], own, torch.cat(own)), strict=True)
         return [verdicts[index] for index in range(len(shares))]
 
     def _weighs(self, share: Scheduled) -> bool:
         sampled = share.sequence.params.temperature > 0
-        return self._method in ("probabilistic", "block") and sampled and bool(share.draft_ids)
+        return self._config.uses_draft_probs and sampled and bool(share.draft_ids)
 
-    def _by_draws(self, shares: list[Scheduled], rows: list[Tensor]) -> list[Verdict]:
+    def _by_draws(self, shares: list[Scheduled], rows: list[Tensor], logits: Tensor) -> list[Verdict]:
+        """`logits` are the rows of all shares together."""
         params, positions = [], []
         for share, own in zip(shares, rows, strict=True):
             params += [share.sequence.params] * len(own)
             first = len(share.sequence.token_ids)
             positions += range(first, first + len(own))
-        tokens = iter(sample(torch.cat(rows), params, positions))
+        tokens = iter(sample(logits, params, positions))
         drawn = [[next(tokens) for _ in own] for own in rows]
         accepted = [count_accepted(share.draft_ids, own) for share, own in zip(shares, drawn, strict=True)]
         drafted = [index for index, share in enumerate(shares) if share.draft_ids]
@@ -114,7 +118,7 @@ class Verifier:
 
     def _lossy(self, shares: list[Scheduled], rows: list[Tensor], drawn: list[list[int]]) -> list[int]:
         """How many drafts the lossy rules accept."""
-        ids, num_drafts = self._padded(shares)
+        ids, num_drafts = _padded(shares)
         if self._method == "lossy_synthetic":
             noise = uniform(_starts(shares, ACCEPT), len(self._rates), HOST)
             return count_accepted_lossy_synthetic(num_drafts, self._rates, noise).tolist()
@@ -128,10 +132,10 @@ class Verifier:
         accepted, _ = self._relaxation.verify(ids, num_drafts, target_ids, probs, thinking)
         return accepted.tolist()
 
-    def _by_probabilities(self, shares: list[Scheduled], rows: list[Tensor]) -> list[Verdict]:
-        ids, num_drafts = self._padded(shares)
+    def _by_probabilities(self, shares: list[Scheduled], rows: list[Tensor], logits: Tensor) -> list[Verdict]:
+        ids, num_drafts = _padded(shares)
         params = [share.sequence.params for share, own in zip(shares, rows, strict=True) for _ in own]
-        probs = filter_logits(torch.cat(rows).cpu(), params).softmax(-1).split([len(own) for own in rows])
+        probs = filter_logits(logits.cpu(), params).softmax(-1).split([len(own) for own in rows])
         vocab = rows[0].shape[1]
         target = torch.zeros(len(shares), ids.shape[1] + 1, vocab)
         draft = torch.zeros(len(shares), ids.shape[1], vocab)
@@ -152,12 +156,13 @@ class Verifier:
             for share, count, token in zip(shares, accepted, next_ids, strict=True)
         ]
 
-    def _padded(self, shares: list[Scheduled]) -> tuple[Tensor, Tensor]:
-        """Drafts [B, k], padded with −1, and their numbers [B]."""
-        size = max(len(share.draft_ids) for share in shares)
-        ids = [share.draft_ids + [-1] * (size - len(share.draft_ids)) for share in shares]
-        counts = [len(share.draft_ids) for share in shares]
-        return torch.tensor(ids), torch.tensor(counts)
+
+def _padded(shares: list[Scheduled]) -> tuple[Tensor, Tensor]:
+    """Drafts [B, k], padded with −1, and their numbers [B]."""
+    size = max(len(share.draft_ids) for share in shares)
+    ids = [share.draft_ids + [-1] * (size - len(share.draft_ids)) for share in shares]
+    counts = [len(share.draft_ids) for share in shares]
+    return torch.tensor(ids), torch.tensor(counts)
 
 
 def _starts(shares: list[Scheduled], *purpose: int) -> list[int]:

@@ -1,0 +1,58 @@
+"""Stands in for tritonserver under a supervisor: answers on HTTP, has one process below it, and misbehaves as told.
+
+Arguments: HTTP port, folder. The folder's file `start` lists what each start does, one word a line: `serve` (also when
+there are no more lines), `fail`, `refuse` (requests), `stay` (after SIGTERM), `busy` (and stay).
+"""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+port, folder = int(sys.argv[1]), Path(sys.argv[2])
+starts = (folder / "start").read_text().split()
+behaviour, rest = (starts or ["serve"])[0], starts[1:]
+(folder / "start").write_text("\n".join(rest))
+with open(folder / "log", "a") as log:
+    log.write(f"{behaviour} {os.environ['MTP_OWNER_PID']}\n")
+if behaviour == "fail":
+    sys.exit(7)
+stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+name = f"triton_mtp_backend_shm_region_{uuid.uuid4()}"
+region = open(folder / "shm" / name, "w+b")
+region.write(b"0")
+region.flush()
+memory = mmap.mmap(region.fileno(), 1)
+(folder / "pids").write_text(f"{os.getpid()} {stub.pid}")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        running = int(behaviour == "busy")
+        text = f'mtp_generation_tokens_total{{a="b"}} 5\nmtp_num_sequences_running{{a="b"}} {running}\n'
+        self.answer(200, text + 'mtp_num_sequences_waiting{a="b"} 0\n')
+
+    def do_POST(self):
+        (folder / "asked").open("a").write(f"{self.path}\n")
+        self.answer(*((400, "no such thing") if behaviour == "refuse" else (200, "{}")))
+
+    def answer(self, status, text):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def end(*_):
+    stub.kill()
+    os._exit(0)
+
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour in ("stay", "busy") else end)
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()

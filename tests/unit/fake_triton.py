@@ -1,7 +1,8 @@
 """Stands in for tritonserver under a supervisor: answers on HTTP, has one process below it, and misbehaves as told.
 
-Arguments: HTTP port, folder. The folder's file `start` lists what each start does, one word a line: `serve` (also when
-there are no more lines), `fail`, `refuse` (requests), `stay` (after SIGTERM), `busy` (and stay).
+Arguments: HTTP port, folder. The file `start` in it lists what each start does, a word a line: `serve` (also when
+there are no more lines), `fail`, `refuse` (requests), `stay` (after SIGTERM), `busy` (and stay), `hang` (an engine below
+it that shows no life).
 """
 
 import mmap
@@ -21,7 +22,18 @@ with open(folder / "log", "a") as log:
     log.write(f"{behaviour} {os.environ['MTP_OWNER_PID']}\n")
 if behaviour == "fail":
     sys.exit(7)
-stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+ENGINE = """
+import os, sys, time
+from pathlib import Path
+from mtp_backend.serving.rendezvous import Rendezvous
+engine = Rendezvous.of_server(int(os.environ["MTP_OWNER_PID"]), Path(sys.argv[1]) / "engine.json")
+engine.directory.mkdir()
+engine.announce()
+os.utime(engine.directory / "engine.pid", (0, 0))
+time.sleep(600)
+"""
+program = ENGINE if behaviour == "hang" else "import time; time.sleep(600)"
+stub = subprocess.Popen([sys.executable, "-c", program, str(folder)])
 name = f"triton_mtp_backend_shm_region_{uuid.uuid4()}"
 region = open(folder / "shm" / name, "w+b")
 region.write(b"0")

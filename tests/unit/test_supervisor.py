@@ -170,6 +170,21 @@ def test_signal_while_starting_again(supervised):
     assert one.process.wait(30) == 0
 
 
+def test_engine_that_hangs(supervised):
+    """It is ended; the server stays, whose models start another."""
+    one = supervised("hang")
+    one.wait_for("the engine shows no sign of life")
+    server, engine = one.pids()
+    end = time.monotonic() + 30
+    while "Z" not in Path(f"/proc/{engine}/stat").read_text().split():  # its parent, the server, has not waited for it
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert one.process.poll() is None and Path(f"/proc/{server}").exists() and one.starts() == ["hang"]
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(30) == 0
+    one.check_nothing_left()
+
+
 def test_supervisor_killed(supervised):
     """Its server is killed with it; the next supervisor removes the shared memory."""
     one = supervised()

@@ -39,6 +39,14 @@ class Rendezvous:
         name = hashlib.sha256(str(config.resolve()).encode()).hexdigest()[:12]
         return cls(Path(tempfile.gettempdir()) / f"mtp-{os.getuid()}-{server_pid}-{name}")
 
+    @classmethod
+    def remove_abandoned(cls) -> None:
+        """Removes the directories of servers that were killed together with their engine."""
+        for directory in Path(tempfile.gettempdir()).glob(f"mtp-{os.getuid()}-*-*"):
+            owner = directory.name.split("-")[2]
+            if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and cls(directory).engine_pid() is None:
+                shutil.rmtree(directory, ignore_errors=True)
+
     def engine_pid(self) -> int | None:
         """Process id of the engine that has announced itself and still runs."""
         try:

@@ -70,6 +70,7 @@ class Supervisor:
         self._service = service
         self._regions = regions
         self._rendezvous = Rendezvous.of_server(os.getpid(), service.repository / "engine.json")
+        Rendezvous.remove_abandoned()
         self._num_signals = 0
         self._ended: dict[int, int] = {}  # exit codes of processes that were waited for
         self._watched: set[int] = set()  # the models' processes

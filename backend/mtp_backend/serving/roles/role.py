@@ -122,6 +122,7 @@ class Role(ABC):
         submissions = []
         for request in requests:
             try:
+                triton_io.check_id(request)
                 submission = self.submission(request)
             except MtpError as error:
                 triton_io.send_error(request.get_response_sender(), error)

@@ -1,8 +1,8 @@
 """Stands in for tritonserver under a supervisor: answers on HTTP, has one process below it, and misbehaves as told.
 
 Arguments: HTTP port, folder. The file `start` in it lists what each start does, a word a line: `serve` (also when
-there are no more lines), `fail`, `refuse` (requests), `stay` (after SIGTERM), `busy` (and stay), `hang` (an engine below
-it that shows no life).
+there are no more lines), `fail`, `refuse` (requests), `slow` (refuse the first), `stay` (after SIGTERM), `busy` (and
+stay), `hang` (an engine below it that shows no life).
 """
 
 import mmap
@@ -50,7 +50,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         (folder / "asked").open("a").write(f"{self.path}\n")
-        self.answer(*((400, "no such thing") if behaviour == "refuse" else (200, "{}")))
+        passing = [(500, "Stub process 'main_0_0' is not healthy."), (503, "later"), (400, "UNAVAILABLE: no engine")]
+        failures = {"refuse": [(400, "no such thing")] * 9, "slow": passing}.get(behaviour, [])
+        number = len((folder / "asked").read_text().splitlines()) - 1
+        self.answer(*(failures[number] if number < len(failures) else (200, "{}")))
 
     def answer(self, status, text):
         self.send_response(status)

@@ -82,8 +82,20 @@ def test_serve(supervised, command, repository, ports):
     for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
         assert {f"--{kind}-address=127.0.0.1", f"--{kind}-port={port}"} <= set(options)
     assert (service.http_port, service.metrics_port) == (int(ports[0]), int(ports[2]))
-    assert (service.drain_seconds, service.hang_seconds, service.with_text) == (30, 300, False)
+    assert (service.drain_seconds, service.hang_seconds, service.questions) == (30, 300, [])
     assert "--exit-timeout-secs=35" in options
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_first_questions(supervised, command, repository, tokenizer):
+    """To the models that there are; a text only where there is a tokenizer."""
+    for folder in ("speculative", "generate", "checkpoint"):
+        (repository / folder).mkdir()
+    if tokenizer:
+        (repository / "checkpoint" / "tokenizer.json").touch()
+    cli.main(command)
+    asked = [path for path, _ in supervised[0].questions]
+    assert asked == ["/v2/models/speculative/infer", "/v2/models/generate/generate"][: 1 + tokenizer]
 
 
 RESTRICTED = "shared-memory,model-repository,statistics,trace,logging:mtp-key="

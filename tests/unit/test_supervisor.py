@@ -15,14 +15,18 @@ SUPERVISOR = """
 import logging, sys
 from pathlib import Path
 from mtp_backend.serving import rendezvous, supervisor
+from mtp_backend.serving.canary import questions
 from mtp_backend.serving.shared_memory import Regions
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 supervisor.FIRST_PAUSE_SECONDS = 0.1
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
 (folder / "shm").mkdir(exist_ok=True)
 regions = Regions(folder / "shm")
+for model in ("speculative", "generate"):
+    (folder / model).mkdir(exist_ok=True)
 service = supervisor.Service(
-    [sys.executable, sys.argv[3], str(port), str(folder)], folder, "127.0.0.1", port, port, int(sys.argv[4]), 300, True
+    [sys.executable, sys.argv[3], str(port), str(folder)], folder, "127.0.0.1", port, port, int(sys.argv[4]), 300,
+    questions(folder, True),
 )
 sys.exit(supervisor.Supervisor(service, regions).run())
 """
@@ -105,6 +109,15 @@ def test_first_request_refused(supervised):
     assert one.process.wait(30) == 3
     assert "/v2/models/speculative/infer was answered with status 400: no such thing" in one.text()
     one.check_nothing_left()
+
+
+def test_first_request_fails_for_a_while(supervised):
+    """The server may take a process for dead that is only slow, and the engine may just be starting again."""
+    one = supervised("slow")
+    one.wait_for("ready")
+    assert len((one.folder / "asked").read_text().split()) == 5
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("which, message", [(0, "the Triton server ended with SIGKILL"), (1, "a model's process")])

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mtp_backend.errors import MtpError, Unavailable
@@ -22,16 +23,27 @@ STEP = {
     ],
 }
 TEXT = {"text_input": "a", "max_tokens": 1}
+Questions = list[tuple[str, dict[str, Any]]]  # path and JSON body
 PROGRESS = re.compile(
     r"^mtp_(?:generation_tokens_total|num_sequences_running|num_sequences_waiting)\{.*\} (\S+)$", re.M
 )
 
 
+def questions(repository: Path, has_tokenizer: bool) -> Questions:
+    """What the models of a repository are asked: one token of a sequence, and one of a text if that can be."""
+    asked: Questions = []
+    if (repository / "speculative").is_dir():
+        asked.append(("/v2/models/speculative/infer", STEP))
+    if (repository / "generate").is_dir() and has_tokenizer:
+        asked.append(("/v2/models/generate/generate", TEXT))
+    return asked
+
+
 class Canary(threading.Thread):
-    """Waits until a server is ready and then asks it for one token of each kind, once.
+    """Waits until a server is ready and then asks it whether it serves.
 
     Args:
-        with_text: whether the checkpoint has a tokenizer, without which there is no text to generate from.
+        questions: what to ask, each until it is answered.
         look: gives the server's processes.
 
     Attributes:
@@ -40,10 +52,10 @@ class Canary(threading.Thread):
         failure: what it answered instead; None while it has not failed.
     """
 
-    def __init__(self, host: str, port: int, with_text: bool, look: Callable[[], set[int]]) -> None:
+    def __init__(self, host: str, port: int, questions: Questions, look: Callable[[], set[int]]) -> None:
         super().__init__(daemon=True)
         self._host, self._port = reachable(host), port
-        self._with_text = with_text
+        self._questions = questions
         self._look = look
         self._given_up = threading.Event()
         self.processes: set[int] = set()
@@ -57,9 +69,8 @@ class Canary(threading.Thread):
                 if self._given_up.wait(POLL_SECONDS):
                     return
             self.processes = self._look()
-            self._ask("/v2/models/speculative/infer", STEP)
-            if self._with_text:
-                self._ask("/v2/models/generate/generate", TEXT)
+            for path, body in self._questions:
+                self._ask(path, body)
             self.served.set()
         except (OSError, http.client.HTTPException) as error:
             self.failure = Unavailable(f"the first request was not answered: {error or type(error).__name__}")
@@ -73,8 +84,10 @@ class Canary(threading.Thread):
     def _ask(self, path: str, body: dict[str, Any]) -> None:
         while True:
             status, answer = request(self._host, self._port, "POST", path, json.dumps(body), ANSWER_SECONDS)
-            # An engine that dies now is started again by the roles.
-            if status != 503 and "UNAVAILABLE" not in answer or self._given_up.wait(POLL_SECONDS):
+            # An engine that dies now is started again by the roles; and on a busy machine the server may take a process
+            # that it has not heard of for a second for a dead one. Those that are dead the supervisor sees.
+            passing = status == 503 or "UNAVAILABLE" in answer or "is not healthy" in answer
+            if not passing or self._given_up.wait(POLL_SECONDS):
                 break
         if status != 200:
             raise Unavailable(f"the first request to {path} was answered with status {status}: {answer}")

@@ -11,6 +11,7 @@ from mtp_backend.config import EngineConfig
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.serving import tritonserver
 from mtp_backend.serving.access import access
+from mtp_backend.serving.canary import questions
 from mtp_backend.serving.repository import ENGINE_FILE, check_models
 from mtp_backend.serving.shared_memory import Regions
 from mtp_backend.serving.supervisor import Service, Supervisor
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.metrics_port,
         arguments.drain_seconds,
         arguments.hang_seconds,
-        with_text=(Path(config.model) / "tokenizer.json").is_file(),
+        questions(arguments.repository, has_tokenizer=(Path(config.model) / "tokenizer.json").is_file()),
     )
     return Supervisor(service, Regions()).run()
 

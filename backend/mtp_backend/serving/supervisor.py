@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from mtp_backend.serving import canary, processes
-from mtp_backend.serving.canary import Canary
+from mtp_backend.serving.canary import Canary, Questions
 from mtp_backend.serving.rendezvous import OWNER, Rendezvous
 from mtp_backend.serving.shared_memory import Regions
 
@@ -46,7 +46,7 @@ class Service:
         host: address of its HTTP and metrics ports.
         drain_seconds: how long requests that run may go on after SIGTERM.
         hang_seconds: the engine is ended when its loop shows no sign of life for this long.
-        with_text: whether the checkpoint has a tokenizer.
+        questions: what it must have answered to be ready.
     """
 
     command: list[str]
@@ -56,7 +56,7 @@ class Service:
     metrics_port: int
     drain_seconds: int
     hang_seconds: int
-    with_text: bool
+    questions: Questions
 
 
 class Supervisor:
@@ -132,7 +132,7 @@ class Supervisor:
     def _until_served(self, server: int) -> str | None:
         """Waits for the first answers. Returns why there are none, None if there are or a signal came."""
         service = self._service
-        question = Canary(service.host, service.http_port, service.with_text, lambda: self._stubs(server))
+        question = Canary(service.host, service.http_port, service.questions, lambda: self._stubs(server))
         question.start()
         try:
             while not self._num_signals and not question.served.is_set():
@@ -142,6 +142,8 @@ class Supervisor:
                     return self._rendezvous.failure() or f"{self._how_ended(server)}; its log above says why"
                 if question.failure is not None:
                     return str(question.failure)
+                if not question.processes <= processes.descendants(server):
+                    return "a model's process ended before the first answer"
         finally:
             question.give_up()
         self._watched = question.processes

@@ -26,6 +26,11 @@ class _Progress:
         return self._state.sequence_id
 
     @property
+    def seed(self) -> int | None:
+        """Seed of a text that is drawn: random unless given. None for a greedy one."""
+        return self._state.seed
+
+    @property
     def steps(self) -> list[Step]:
         return self._state.steps
 

@@ -41,7 +41,9 @@ class SequenceState:
         self._prompt: str | list[int] | None = prompt if isinstance(prompt, str) else list(prompt)
         self._generated: list[int] = []  # behind that prompt
         self._first = 0  # step that was the last START
-        self._sampling = tensors.sampling_json(_seeded(params))
+        params = _seeded(params)
+        self.seed: int | None = params.get("seed")
+        self._sampling = tensors.sampling_json(params)
         self._draft = draft
         self._pending: SequenceRequest | None = None
         self._repeated = False

@@ -129,7 +129,8 @@ def test_content():
     [
         ("text", "messages[0]"),
         ({"content": "a"}, "messages[0].role"),
-        ({"role": "tool", "content": "a"}, "messages[0].role"),
+        ({"role": "function", "content": "a"}, "messages[0].role"),
+        ({"role": "tool", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
         ({"role": ["user"], "content": "a"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content[0]"),
@@ -137,13 +138,48 @@ def test_content():
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": "a", "name": "me"}, "messages[0].name"),
         ({"role": "user", "content": "a", "reasoning_content": "b"}, "messages[0].reasoning_content"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_refused_messages(message, param):
     with pytest.raises(InvalidArgument) as caught:
         ChatTemplate("", {}).render([message], {})
     assert str(caught.value).startswith(f"{param}: got ")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ADD = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLS = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "tool_calls": [ADD]},
+    {"role": "tool", "tool_call_id": "c", "content": "2"},
+]
+FORMS = {
+    # GLM goes over the arguments, DeepSeek writes their JSON text.
+    "glm": "{% for k, v in call.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson }}</arg_value>{% endfor %}",
+    "deepseek": "{{ '<｜tool▁sep｜>' + call.arguments }}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tools(form):
+    """Earlier calls and their results, as objects or as text, whichever the template takes."""
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set call = c.function %}{{ call.name }}"
+        + FORMS[form]
+        + "{% endfor %}{% endfor %}"
+    )
+    shown = ChatTemplate(template, {}).render(CALLS, {}, TOOLS)
+    calls = {"glm": "<arg_key>a</arg_key><arg_value>1</arg_value>", "deepseek": '<｜tool▁sep｜>{"a": 1}'}
+    assert shown == json.dumps(TOOLS) + f"<user>1 + 1?<assistant>add{calls[form]}<tool>2"
+    assert ChatTemplate(template, {}).render(CALLS[:1], {}) == "<user>1 + 1?"
 
 
 def test_refusals_of_the_template():

@@ -31,6 +31,7 @@ from mtp_backend.ops import ops_for
 from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
+from mtp_backend.sampling.structured import StructuredOutput
 from mtp_backend.speculation import DraftWork, draft_length_for, drafter_for
 
 
@@ -163,6 +164,14 @@ class Engine:
         processors = self._processing.processors(params, prompt_ids)
         thinking = self._verifier.thinks_after(prompt_ids)
         return Sequence(list(prompt_ids), len(prompt_ids), params, paced, text, processors, thinking=thinking)
+
+    def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Compiles a grammar, so that the next request with it need not wait; may be called from another thread.
+
+        Raises:
+            InvalidArgument: the grammar is wrong, or the checkpoint has no tokenizer for it.
+        """
+        self._processing.grammars.processor(wanted)
 
     def check_tokens(self, field: str, token_ids: list[int] | tuple[int, ...]) -> None:
         """Refuses token ids outside the vocabulary."""

@@ -21,6 +21,7 @@ from mtp_backend.engine.sequence import Sequence
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
+from mtp_backend.serving.compiling import Compilations
 from mtp_backend.serving.messages import (
     Bye,
     Cancel,
@@ -64,6 +65,8 @@ class EngineProcess:
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
         self._statistics = Statistics(engine)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._compilations = Compilations(engine.compile_grammar, lambda: os.eventfd_write(self._wake, 1))
         self._stats_role: Address | None = None
         self._generations: dict[Sequence, Generation] = {}
         self._outbox: dict[Address, list[Message]] = defaultdict(list)
@@ -72,6 +75,7 @@ class EngineProcess:
         self._poller.register(socket, zmq.POLLIN)
         self._server = server
         self._poller.register(self._server, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         self._last_role = time.monotonic()
         self._next_housekeeping = 0.0
         self._running = True
@@ -93,6 +97,8 @@ class EngineProcess:
                 self._forget(address)
             if self._socket in ready:
                 self._receive()
+            if self._wake in ready:
+                self._resume()
             if self._engine.has_work:
                 self._step()
             self._flush()  # the first frame of a role is its Welcome alone
@@ -113,7 +119,19 @@ class EngineProcess:
             except zmq.Again:
                 return
             for message in messages.decode_to_engine(frame):
-                self._handle(address[:-1], message)
+                if not self._compilations.hold(address[:-1], message):
+                    self._handle(address[:-1], message)
+
+    def _resume(self) -> None:
+        """Handles the requests whose grammar has been compiled."""
+        os.eventfd_read(self._wake)
+        for address, message, error in self._compilations.take_ready():
+            if error is None:
+                self._handle(address, message)
+            elif isinstance(message, Step):
+                self._sessions.refuse(address, message, error)
+            else:
+                self._send(address, Failed(message.request, error.code, str(error)))
 
     def _handle(self, address: Address, message: Message) -> None:
         match message:
@@ -146,14 +164,20 @@ class EngineProcess:
         self._engine.add(sequence)
 
     def _cancel(self, address: Address, request: int) -> None:
+        if self._compilations.withdraw(address, request):
+            self._fail_cancelled(address, request)
+            return
         for sequence, generation in self._generations.items():
             if (generation.address, generation.message.request) == (address, request):
                 del self._generations[sequence]
                 self._engine.remove(sequence)
-                error = Cancelled("the request was cancelled")
-                self._send(address, Failed(request, error.code, str(error)))
+                self._fail_cancelled(address, request)
                 return
         self._sessions.cancel(address, request)
+
+    def _fail_cancelled(self, address: Address, request: int) -> None:
+        error = Cancelled("the request was cancelled")
+        self._send(address, Failed(request, error.code, str(error)))
 
     def _step(self) -> None:
         try:
@@ -218,6 +242,7 @@ class EngineProcess:
         for sequence in [s for s, generation in self._generations.items() if generation.address == address]:
             del self._generations[sequence]
             self._engine.remove(sequence)
+        self._compilations.withdraw(address)
         if address == self._stats_role:
             self._stats_role = None
         self._sessions.drop(address)

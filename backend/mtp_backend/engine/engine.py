@@ -243,6 +243,7 @@ class Engine:
         self._stopwatch.managed()
         outputs = []
         if batch:
+            self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]

@@ -13,6 +13,10 @@ import numpy as np
 Drafter = Callable[[list[int]], "list[int] | None"]
 
 
+# {"role": "user", "content": "…"}, as OpenAI's interface writes it.
+Message = dict[str, Any]
+
+
 class SamplingParams(TypedDict, total=False):
     """Keyword arguments of a generation. What is left out takes the server's default."""
 

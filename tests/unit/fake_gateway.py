@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import grpc
 import httpx
 import uvicorn
+from mtp_client.chat import ChatTemplate
 from mtp_client.gateway.app import Gateway, Settings
-from mtp_client.gateway.chat import ChatTemplate
 from test_client_grpc import answer, read
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 

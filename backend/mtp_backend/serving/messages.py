@@ -53,6 +53,7 @@ class Step(Message):
     draft_ids: list[int] | None
     step: int | None
     params: dict[str, Any] | None
+    generated_ids: list[int] | None = None
 
 
 class Propose(Message):

@@ -17,10 +17,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from mtp_client.aio import AsyncClient
-from mtp_client.errors import MtpError
+from mtp_client.chat import ChatTemplate
+from mtp_client.errors import InvalidArgument, MtpError
 from mtp_client.gateway import fields
 from mtp_client.gateway.answers import Answer, ChatChoice, Choice, CompletionChoice
-from mtp_client.gateway.chat import ChatTemplate
 from mtp_client.gateway.connection import EventStream, is_loopback, read_json, while_connected
 from mtp_client.gateway.errors import ApiError, from_server, invalid
 from mtp_client.gateway.generation import runs
@@ -114,7 +114,10 @@ class Gateway:
         if self._settings.template is None:
             message = "the checkpoint has no chat template: start the gateway with --tokenizer DIR or "
             raise ApiError(400, message + "--chat-template FILE, or use /v1/completions", code="no_chat_template")
-        prompt = self._settings.template.render(asked.own["messages"], asked.own.get("chat_template_kwargs", {}))
+        try:
+            prompt = self._settings.template.render(asked.own["messages"], asked.own.get("chat_template_kwargs", {}))
+        except InvalidArgument as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         thinking = prompt.rstrip().endswith(OPEN)
         return await self._answer(request, asked, [prompt], lambda: ChatChoice(thinking), add_special_tokens=False)
 

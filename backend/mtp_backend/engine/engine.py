@@ -31,6 +31,7 @@ from mtp_backend.ops import ops_for
 from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
+from mtp_backend.sampling.structured import StructuredOutput
 from mtp_backend.speculation import DraftWork, draft_length_for, drafter_for
 
 
@@ -164,6 +165,14 @@ class Engine:
         thinking = self._verifier.thinks_after(prompt_ids)
         return Sequence(list(prompt_ids), len(prompt_ids), params, paced, text, processors, thinking=thinking)
 
+    def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Compiles a grammar, so that the next request with it need not wait; may be called from another thread.
+
+        Raises:
+            InvalidArgument: the grammar is wrong, or the checkpoint has no tokenizer for it.
+        """
+        self._processing.grammars.processor(wanted)
+
     def check_tokens(self, field: str, token_ids: list[int] | tuple[int, ...]) -> None:
         """Refuses token ids outside the vocabulary."""
         for token in token_ids:
@@ -253,6 +262,7 @@ class Engine:
         self._stopwatch.managed()
         outputs = []
         if batch:
+            self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]

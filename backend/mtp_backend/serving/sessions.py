@@ -71,9 +71,13 @@ class Sessions:
             else:
                 self._continue(address, message)
         except MtpError as error:
-            self._fail(address, message.request, error)
-            if message.end and message.sequence in self._sessions:
-                self._end(message.sequence)
+            self.refuse(address, message, error)
+
+    def refuse(self, address: Address, message: Step, error: MtpError) -> None:
+        """Answers a step that is not taken; its END ends the sequence all the same."""
+        self._fail(address, message.request, error)
+        if message.end and message.sequence in self._sessions:
+            self._end(message.sequence)
 
     def propose(self, address: Address, message: Propose) -> None:
         """Starts a draft pass, or answers at once where there is nothing to draft."""

@@ -109,7 +109,7 @@ class Role(ABC):
         if self.has_metrics:
             labels = {"model": arguments["model_name"], "version": arguments["model_version"]}
             self._metrics = Metrics(labels, config.num_drafts)
-        self.client = EngineClient(config_file, os.getppid(), self._metrics and self._metrics.take)
+        self.client = EngineClient(config_file, os.getppid(), self._metrics)
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer else {}
         self._longest_token = max(map(len, vocabulary), default=0)
 

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
+import textwrap
 import time
 from contextlib import aclosing
 
+import mtp_client
 import pytest
 from mtp_client import AsyncClient, Client, InvalidArgument, NotFound, SequenceLost, Unavailable
 
@@ -15,6 +18,7 @@ from server.helpers import PROMPTS, Connection
 from server.running import COMMANDS, ROOT, wait_for
 from server.test_sequence_batcher import refusal
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PARAMS = {"max_tokens": 16, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4, **PARAMS}
 TOKENS = [0, 37, 265, 263, 347, 847, 325, 713, 16]  # of the first prompt
@@ -216,6 +220,19 @@ def test_errors(client):
         sequence.step()
     with pytest.raises(InvalidArgument, match="128 bytes"):
         client.sequence("a", sequence_id="ä" * 65)
+
+
+@pytest.mark.parametrize("document", [README, mtp_client.__doc__], ids=["README", "docstring"])
+def test_examples(triton_server, document, capsys, monkeypatch):
+    """What the documentation shows runs, against this server."""
+    monkeypatch.chdir(ROOT)
+    if document is README:
+        [code] = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "import Client" in block]
+    else:
+        code = textwrap.dedent("\n".join(line for line in document.splitlines() if line.startswith("    ")))
+    assert code.count('"127.0.0.1:8001"') >= 1 and code.count("client.") >= 3
+    exec(code.replace("127.0.0.1:8001", triton_server.grpc_url), {})
+    assert len(capsys.readouterr().out.splitlines()) > 3
 
 
 def test_not_reachable():

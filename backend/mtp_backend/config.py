@@ -144,8 +144,8 @@ class EngineConfig:
         prefill_chunk_size: prompt tokens of one sequence in one device batch.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
-        graph_mode: how decoding batches run: "eager", operation by operation; on an NPU also "npugraph", by graphs of fixed
-            shape that are captured once and replayed.
+        graph_mode: how decoding batches run: "eager", operation by operation; on an NPU also "npugraph", by graphs of
+            fixed shape that are captured once and replayed.
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
@@ -201,9 +201,7 @@ class EngineConfig:
         if self.graph_mode != "eager" and speculative:
             for name in ("num_speculative_tokens_per_batch_size", "adaptive_draft_length"):
                 if getattr(speculative, name):
-                    allowed = (
-                        f"nothing with graph_mode {self.graph_mode}, whose graphs make num_speculative_tokens drafts"
-                    )
+                    allowed = f"nothing with graph_mode {self.graph_mode}: its graphs make all drafts"
                     raise InvalidArgument(f"speculative.{name}", getattr(speculative, name), allowed)
         if sizes is None:
             return

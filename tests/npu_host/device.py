@@ -32,6 +32,10 @@ KEPT_NPU = {
     *("empty_with_format", "unsafe_empty_with_format", "get_npu_format", "get_storage_size"),
     "_npu_fused_infer_attention_score_v2_infer_output",
 }
+# It gives memory, also inside a capture.
+ALLOCATING = {"npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}
+# It writes results of the caller's and has no shape function.
+WRITING = {"npu::npu_fused_infer_attention_score_v2.out"}
 # Operations whose result's size depends on values: the host waits for them.
 SYNCHRONISING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 # An index may be on the host: the device's own kernels copy it.
@@ -122,11 +126,13 @@ def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
     _check_devices(name, [args, list(kwargs.values())])
     if capture.state.updating is not None:
         return capture.update(name, kernel, args, kwargs)
+    if name in ALLOCATING:
+        return _execute(kernel, name, *args, **kwargs)
     if capture.is_capturing():
         if name.removeprefix("aten::").partition(".")[0] in SYNCHRONISING:
             capture.refuse_in_capture(name)
-        task = capture.Task(name, kernel, args, kwargs)
-        return capture.record(task, _operation(name), _poisoned)
+        infer = (lambda *args, out, **kwargs: out) if name in WRITING else _operation(name)
+        return capture.record(capture.Task(name, kernel, args, kwargs), infer, _poisoned)
     capture.check_no_wait(name)
     return _execute(kernel, name, *args, **kwargs)
 

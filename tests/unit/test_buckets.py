@@ -130,9 +130,9 @@ def check_rows(static, spans, tokens):
 
 def test_lengths_as_tensors():
     static = StaticBatch(Bucket(2, 3), MAX_BLOCKS, BLOCK, CPU, tensor_lengths=True)
-    layout, spans = static.layout, sequences([2, 1])
+    spans = sequences([2, 1])
     static.fill([5, 6, 7], 2, Bucket(2, 3).padded(spans, NUM_BLOCKS))
-    assert static.layout is layout
+    layout = static.layout
     assert layout.query_ends.tolist() == [2, 3, 6]
     assert layout.kv_lens.tolist() == [spans[0].start + 2, spans[1].start + 1, 3]
     assert layout.query_ends.dtype == layout.kv_lens.dtype == torch.int64

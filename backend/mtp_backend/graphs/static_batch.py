@@ -19,7 +19,6 @@ class StaticBatch:
     Attributes:
         tokens: int64 [bucket.num_tokens].
         last: int64 [bucket.num_sequences], row of the last token of each sequence; 0 where there is none.
-        layout: of the batch that was filled in last.
     """
 
     def __init__(
@@ -33,7 +32,16 @@ class StaticBatch:
         self._tables = tables.view(requests, max_blocks)
         self._block_size = block_size
         self._tensor_lengths = tensor_lengths
-        self.layout: BatchLayout = self._layout(self._ends, self._lens)
+        self._lengths: tuple[list[int], list[int]] | tuple[Tensor, Tensor] = self._ends, self._lens
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Of the batch that was filled in last.
+
+        Always a new object: operations keep what they compute from a layout for its next use, which must not carry
+        tensors from outside into a capture.
+        """
+        return BatchLayout(self._positions, self._slots, *self._lengths, self._tables)
 
     def fill(self, token_ids: list[int], num_sequences: int, padded: list[Span]) -> None:
         """Copies a batch in.
@@ -53,7 +61,4 @@ class StaticBatch:
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         self._packed.copy_(torch.cat([tokens, batch.positions, batch.slots, last, ends, lens, tables.flatten()]))
         if not self._tensor_lengths:
-            self.layout = self._layout(batch.query_ends, batch.kv_lens)
-
-    def _layout(self, query_ends: list[int] | Tensor, kv_lens: list[int] | Tensor) -> BatchLayout:
-        return BatchLayout(self._positions, self._slots, query_ends, kv_lens, self._tables)
+            self._lengths = batch.query_ends, batch.kv_lens

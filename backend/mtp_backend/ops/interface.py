@@ -22,8 +22,8 @@ class BatchLayout:
     Attributes:
         positions: int64 [T], position of each token in its sequence.
         slots: int64 [T], cache slot of each token: block id · block_size + offset.
-        query_ends: R cumulative query lengths; the last one equals T. In a compiled graph of fixed shape (torchair) they
-            and `kv_lens` are int64 tensors [R], because lists would be constants of the graph.
+        query_ends: R cumulative query lengths; the last one equals T. They and `kv_lens` are int64 tensors [R] in a
+            compiled graph, where lists would be constants.
         kv_lens: R lengths of the cached keys, the batch's own tokens included.
         block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
         selection: int32 [T, top_k], the cached positions that each token attends, in any order and padded with −1 at

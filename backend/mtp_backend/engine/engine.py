@@ -24,6 +24,7 @@ from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.graphs import DraftChain, EagerTarget, GraphContext, GraphTarget, graph_mode_for, make_buckets
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
@@ -102,15 +103,29 @@ class Engine:
             mtp_source=source,
         )
         self.pool = BlockPool(num_blocks, config.block_size)
-        cache = KVCache(shapes, num_blocks, config.block_size, dtype, self.device)
+        mode = graph_mode_for(config.graph_mode)
+        # Dummy requests of padded batches write a block behind those of the pool.
+        cache = KVCache(shapes, num_blocks + (mode is not None), config.block_size, dtype, self.device)
+        graphs = GraphContext(
+            networks,
+            cache,
+            config.block_size,
+            self.device,
+            mode,
+            make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes),
+            max_blocks=-(-longest // config.block_size),
+            dummy_block=num_blocks,
+        )
         self.scheduler = Scheduler(
             self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size
         )
         self._processing = Processing(self.tokenizer, self.vocab_size, self.rules.eos_token_ids, self.device)
-        self._runner = TargetRunner(networks, cache, config.block_size, self.device)
+        self._runner = TargetRunner(networks, GraphTarget(graphs) if mode else EagerTarget(graphs))
         self._drafter = None
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
+            if mode and not config.speculative.use_mtp_vanilla:
+                self._drafter.chain = DraftChain(config.speculative, graphs)
         self._draft_requests: list[Sequence] = []
         self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0), clock)
         self.totals = EngineTotals()

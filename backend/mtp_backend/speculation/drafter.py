@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.config import SpeculativeConfig
+from mtp_backend.graphs import DraftChain
 from mtp_backend.models import Networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.sampling import SamplingParams
@@ -148,14 +149,22 @@ class EagleDrafter(Drafter):
     The first pass goes over the target's rows; each further one adds a position behind them, with the draft just made
     and, in place of the target's row, the row that made it. The selection of sparse attention goes from pass to pass:
     a layer with an indexer uses it again or replaces it.
+
+    Attributes:
+        chain: makes all passes of greedy sequences that decode as one graph; None without graphs.
     """
+
+    chain: DraftChain | None = None
 
     def propose(self, work: list[DraftWork]) -> list[Drafts]:
         mtp = self._module(0)
         spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
-        rows, selection = self._forward(
-            0, [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
-        )
+        tokens, hidden = [token for item in work for token in item.token_ids], [item.hidden for item in work]
+        if self.chain is not None and all(item.params.temperature == 0 for item in work):
+            made = self.chain.run(tokens, hidden, spans, [item.num_drafts for item in work])
+            if made is not None:
+                return [Drafts(token_ids) for token_ids in made]
+        rows, selection = self._forward(0, tokens, hidden, spans)
         drafts = [Drafts() for _ in work]
         chain = [number for number, item in enumerate(work) if item.num_drafts]
         if chain:

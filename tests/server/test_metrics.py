@@ -50,7 +50,7 @@ def test_metrics(own_server, alone):
     """Both ways to generate count; counters stay when the engine is killed and go on with the next one."""
     wait_for(lambda: scrape(own_server).get("mtp_kv_blocks"), 10, "the first message of the engine")
     start = scrape(own_server)
-    assert set(counters(start).values()) == {0} and len(counters(start)) == 4 + NUM_DRAFTS + 3
+    assert set(counters(start).values()) == {0} and len(counters(start)) == 6 + NUM_DRAFTS + 3
     wanted = [alone(prompt, **GREEDY) for prompt in PROMPTS]
     for prompt in PROMPTS:
         generate(own_server, text_input=prompt, **GREEDY)

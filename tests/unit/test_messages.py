@@ -28,13 +28,14 @@ TO_ENGINE = [
 ]
 FROM_ENGINE = [
     Welcome(4096),
-    Generated(1, "text", [5], "", 3, 1, 1, 2, 2, 1, [0]),
+    Generated(1, "text", [5], "", 3, 2, 1, 1, 2, 2, 1, [0]),
     Generated(
         1,
         "text",
         [5],
         "stop",
         3,
+        0,
         1,
         1,
         2,
@@ -47,7 +48,7 @@ FROM_ENGINE = [
     ),
     Stepped(2, [5, 6], "x", 1, 9, "stop", 3, 4),
     Proposed(3, []),
-    Stats(9, 3, 6, [3, 1], 0.25, 1.5, 0.125, 1, 2, 7, 64),
+    Stats(9, 20, 16, 3, 6, [3, 1], 0.25, 1.5, 0.125, 1, 2, 7, 64),
     Failed(4, "UNAVAILABLE", "later"),
 ]
 
@@ -68,7 +69,7 @@ def test_last_answers():
     """`final` tells the last answer of a request."""
     assert all(message.final for message in FROM_ENGINE if isinstance(message, (Stepped, Proposed, Failed)))
     for reason, final in (("", False), ("stop", True), ("length", True)):
-        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, []).final is final
+        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, 0, []).final is final
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", messages.encode([FROM_ENGINE[0]]), messages.encode(TO_ENGINE)[:-1]])

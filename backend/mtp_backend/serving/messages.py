@@ -90,6 +90,7 @@ class Generated(Message):
     token_ids: list[int]
     finish_reason: str
     num_input_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -137,6 +138,8 @@ class Stats(Message):
     """
 
     num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
     num_spec_steps: int
     num_draft_tokens: int
     accepted_per_pos: list[int]

@@ -31,6 +31,7 @@ class DraftWork:
         num_drafts: drafts to propose, 0 to only bring the draft layers' cache up to date.
         params: the request's parameters, by which drafts are drawn.
         kept: rows that the drafter keeps of the sequence for the next pass, which goes on where this one ends.
+        first: what is before this position rests on no draft in any layer: it was taken over from another sequence.
     """
 
     token_ids: list[int]
@@ -40,6 +41,7 @@ class DraftWork:
     num_drafts: int
     params: SamplingParams = SamplingParams()
     kept: dict[int, Tensor] = field(default_factory=dict)
+    first: int = 0
 
 
 @dataclass
@@ -206,12 +208,12 @@ class VanillaDrafter(Drafter):
             hidden: list[Tensor] = []
             spans: list[Span] = []
             for item, above, made in zip(work, rows, drafts, strict=True):
-                start, end = max(0, item.start - layer), item.start + len(item.token_ids)
+                start, end = max(item.first, item.start - layer), item.start + len(item.token_ids)
                 spans.append(Span(item.block_table, start, end - start))
                 # t[start+1+layer], …, and a draft for each layer above.
                 tokens += (item.token_ids + made.token_ids)[start - end :]
                 if layer:
-                    if item.start >= layer:
+                    if item.start - layer >= item.first:
                         hidden.append(item.kept[layer])
                     # The row of position end − layer, where this layer goes on next time; unused if there is none.
                     item.kept[layer] = above[-layer:][:1].clone()

@@ -11,6 +11,7 @@ from mtp_backend.serving.messages import (
     Hello,
     Propose,
     Proposed,
+    RequestTimes,
     Stats,
     Step,
     Stepped,
@@ -23,18 +24,20 @@ TO_ENGINE = [
     Generate(1, [1, 2], {"seed": 2**64 - 1, "stop": ["ä\x00"], "temperature": 0.5}, True),
     Step(2, 2**64 - 1, True, False, [1], None, None, {}),
     Step(3, "7", False, True, None, [], -1, None),
+    Step(4, "7", True, False, [1], None, 0, {}, [5, 6]),
     Propose(4, 7, 1),
     Cancel(5),
 ]
 FROM_ENGINE = [
     Welcome(4096),
-    Generated(1, "text", [5], "", 3, 1, 1, 2, 2, 1, [0]),
+    Generated(1, "text", [5], "", 3, 2, 1, 1, 2, 2, 1, [0]),
     Generated(
         1,
         "text",
         [5],
         "stop",
         3,
+        0,
         1,
         1,
         2,
@@ -47,7 +50,27 @@ FROM_ENGINE = [
     ),
     Stepped(2, [5, 6], "x", 1, 9, "stop", 3, 4),
     Proposed(3, []),
-    Stats(9, 3, 6, [3, 1], 0.25, 1.5, 0.125, 1, 2, 7, 64),
+    Stats(
+        num_generated_tokens=9,
+        num_prompt_tokens=20,
+        num_cached_tokens=16,
+        num_steps=4,
+        num_step_sequences=5,
+        num_step_tokens=11,
+        num_spec_steps=3,
+        num_draft_tokens=6,
+        num_lossy_draft_tokens=1,
+        accepted_per_pos=[3, 1],
+        draft_seconds=0.25,
+        verify_seconds=1.5,
+        manage_seconds=0.125,
+        num_running=1,
+        num_waiting=2,
+        num_paused=3,
+        num_blocks_used=7,
+        num_blocks=64,
+        requests=[RequestTimes("stop", 0.5, 1.0, None, None, 2.5), RequestTimes("error")],
+    ),
     Failed(4, "UNAVAILABLE", "later"),
 ]
 
@@ -68,7 +91,7 @@ def test_last_answers():
     """`final` tells the last answer of a request."""
     assert all(message.final for message in FROM_ENGINE if isinstance(message, (Stepped, Proposed, Failed)))
     for reason, final in (("", False), ("stop", True), ("length", True)):
-        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, []).final is final
+        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, 0, []).final is final
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", messages.encode([FROM_ENGINE[0]]), messages.encode(TO_ENGINE)[:-1]])

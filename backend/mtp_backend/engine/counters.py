@@ -81,17 +81,43 @@ class SpeculationCounters:
 
 
 @dataclass
+class PrefixCounters:
+    """What sequences took over from the cache when they were first computed.
+
+    Attributes:
+        num_prompt_tokens: tokens of their prompts.
+        num_cached_tokens: those of them that had been computed for others.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass
 class EngineTotals:
     """What an engine has done since it was made, for all requests together; no number ever goes down.
 
     Attributes:
         num_generated_tokens: committed tokens, accepted drafts among them.
+        num_steps: passes of the target.
+        num_step_sequences: sequences that took part in them, over all of them.
+        num_step_tokens: tokens that were fed, drafts among them, over all of them.
         seconds: time of all steps, those over prompts included.
     """
 
     num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_step_sequences: int = 0
+    num_step_tokens: int = 0
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    prefix: PrefixCounters = field(default_factory=PrefixCounters)
     seconds: StepSeconds = field(default_factory=StepSeconds)
+
+    def record_step(self, num_sequences: int, num_tokens: int) -> None:
+        """Counts one pass of the target."""
+        self.num_steps += 1
+        self.num_step_sequences += num_sequences
+        self.num_step_tokens += num_tokens
 
     @property
     def seconds_per_token(self) -> StepSeconds:

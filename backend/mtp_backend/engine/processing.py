@@ -52,7 +52,7 @@ class Processing:
         """
         made: list[Processor] = []
         if params.structured_output is not None:
-            made.append(self._grammars.processor(params.structured_output))
+            made.append(self.grammars.processor(params.structured_output))
         words = self._bad_words(params.bad_words)
         end = {*self._eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
         if params.allowed_token_ids is not None or words or end:
@@ -79,7 +79,8 @@ class Processing:
         return made
 
     @cached_property
-    def _grammars(self) -> GrammarCompiler:
+    def grammars(self) -> GrammarCompiler:
+        """Compiles the grammars, and keeps them."""
         if self._tokenizer is None:
             raise InvalidArgument(FIELD, "a grammar", "nothing: the checkpoint has no tokenizer.json")
         try:

@@ -18,10 +18,11 @@ import zmq
 
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine, StepOutput
-from mtp_backend.engine.sequence import Sequence
+from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
+from mtp_backend.serving.compiling import Compilations
 from mtp_backend.serving.messages import (
     Bye,
     Cancel,
@@ -31,10 +32,12 @@ from mtp_backend.serving.messages import (
     Hello,
     Message,
     Propose,
+    RequestTimes,
     Step,
     Welcome,
 )
 from mtp_backend.serving.rendezvous import Rendezvous
+from mtp_backend.serving.request_times import RequestClock
 from mtp_backend.serving.sessions import Address, Sessions
 from mtp_backend.serving.statistics import Statistics
 
@@ -50,6 +53,7 @@ class Generation:
 
     address: Address
     message: Generate
+    clock: RequestClock
     sent: int = 0
 
 
@@ -66,6 +70,8 @@ class EngineProcess:
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
         self._statistics = Statistics(engine)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._compilations = Compilations(engine.compile_grammar, lambda: os.eventfd_write(self._wake, 1))
         self._stats_role: Address | None = None
         self._generations: dict[Sequence, Generation] = {}
         self._outbox: dict[Address, list[Message]] = defaultdict(list)
@@ -75,6 +81,7 @@ class EngineProcess:
         self._server = server
         self._show_life = show_life
         self._poller.register(self._server, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         self._last_role = time.monotonic()
         self._next_housekeeping = 0.0
         self._running = True
@@ -96,6 +103,8 @@ class EngineProcess:
                 self._forget(address)
             if self._socket in ready:
                 self._receive()
+            if self._wake in ready:
+                self._resume()
             if self._engine.has_work:
                 self._step()
             self._flush()  # the first frame of a role is its Welcome alone
@@ -116,7 +125,19 @@ class EngineProcess:
             except zmq.Again:
                 return
             for message in messages.decode_to_engine(frame):
-                self._handle(address[:-1], message)
+                if not self._compilations.hold(address[:-1], message):
+                    self._handle(address[:-1], message)
+
+    def _resume(self) -> None:
+        """Handles the requests whose grammar has been compiled."""
+        os.eventfd_read(self._wake)
+        for address, message, error in self._compilations.take_ready():
+            if error is None:
+                self._handle(address, message)
+            elif isinstance(message, Step):
+                self._sessions.refuse(address, message, error)
+            else:
+                self._refuse(address, message, error)
 
     def _handle(self, address: Address, message: Message) -> None:
         match message:
@@ -143,28 +164,43 @@ class EngineProcess:
             params = SamplingParams.from_dict(message.params)
             sequence = self._engine.new_sequence(message.token_ids, params)
         except MtpError as error:
-            self._send(address, Failed(message.request, error.code, str(error)))
+            self._refuse(address, message, error)
             return
-        self._generations[sequence] = Generation(address, message)
+        self._generations[sequence] = Generation(address, message, RequestClock(time.monotonic()))
         self._engine.add(sequence)
 
+    def _refuse(self, address: Address, message: Generate, error: MtpError) -> None:
+        self._send(address, Failed(message.request, error.code, str(error)))
+        self._statistics.ended(RequestTimes("error"))
+
     def _cancel(self, address: Address, request: int) -> None:
+        if self._compilations.withdraw(address, request):
+            self._fail_cancelled(address, request)
+            return
         for sequence, generation in self._generations.items():
             if (generation.address, generation.message.request) == (address, request):
                 del self._generations[sequence]
                 self._engine.remove(sequence)
-                error = Cancelled("the request was cancelled")
-                self._send(address, Failed(request, error.code, str(error)))
+                self._fail_cancelled(address, request)
+                self._statistics.ended(RequestTimes("cancelled"))
                 return
         self._sessions.cancel(address, request)
 
+    def _fail_cancelled(self, address: Address, request: int) -> None:
+        error = Cancelled("the request was cancelled")
+        self._send(address, Failed(request, error.code, str(error)))
+
     def _step(self) -> None:
+        start = time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception:
             log.exception("a step failed; the requests that were running end")
             self._fail_all(MtpError("a step of the engine failed; see the server's log"))
             return
+        for sequence, generation in self._generations.items():
+            if generation.clock.started is None and sequence.status is not Status.WAITING:
+                generation.clock.started = start
         for output in outputs:
             if output.sequence in self._generations:
                 self._deliver(output)
@@ -176,8 +212,10 @@ class EngineProcess:
         sequence = output.sequence
         generation = self._generations[sequence]
         final = bool(sequence.finish_reason)
+        generation.clock.tokens(time.monotonic())
         if final:
             del self._generations[sequence]
+            self._statistics.ended(generation.clock.times(sequence.finish_reason, sequence.num_generated))
         elif not generation.message.stream:
             return
         text = sequence.text.take(final)
@@ -192,6 +230,7 @@ class EngineProcess:
             token_ids,
             sequence.finish_reason,
             sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
             sequence.num_generated,
             sequence.counters.num_spec_steps,
             sequence.counters.num_draft_tokens,
@@ -209,6 +248,7 @@ class EngineProcess:
         for sequence, generation in list(self._generations.items()):
             self._engine.remove(sequence)
             self._send(generation.address, Failed(generation.message.request, error.code, str(error)))
+            self._statistics.ended(RequestTimes("error"))
         self._generations.clear()
         self._sessions.fail_all(error)
 
@@ -221,6 +261,8 @@ class EngineProcess:
         for sequence in [s for s, generation in self._generations.items() if generation.address == address]:
             del self._generations[sequence]
             self._engine.remove(sequence)
+            self._statistics.ended(RequestTimes("cancelled"))
+        self._compilations.withdraw(address)
         if address == self._stats_role:
             self._stats_role = None
         self._sessions.drop(address)
@@ -291,7 +333,9 @@ def main() -> None:
     )
     process.run()
     socket.close()
+    zmq.Context.instance().term()  # waits for the last answers, at most the socket's linger time
     rendezvous.withdraw()
+    os._exit(0)  # the interpreter would free networks and libraries piece by piece first, which takes seconds
 
 
 def _check_served(config: EngineConfig) -> None:

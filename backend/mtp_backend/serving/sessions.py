@@ -71,9 +71,13 @@ class Sessions:
             else:
                 self._continue(address, message)
         except MtpError as error:
-            self._fail(address, message.request, error)
-            if message.end and message.sequence in self._sessions:
-                self._end(message.sequence)
+            self.refuse(address, message, error)
+
+    def refuse(self, address: Address, message: Step, error: MtpError) -> None:
+        """Answers a step that is not taken; its END ends the sequence all the same."""
+        self._fail(address, message.request, error)
+        if message.end and message.sequence in self._sessions:
+            self._end(message.sequence)
 
     def propose(self, address: Address, message: Propose) -> None:
         """Starts a draft pass, or answers at once where there is nothing to draft."""
@@ -146,6 +150,8 @@ class Sessions:
         sequence = self._engine.new_sequence(
             message.token_ids, params, paced=True, with_text=self._engine.tokenizer is not None
         )
+        if message.generated_ids:
+            self._engine.restore(sequence, message.generated_ids)
         if message.sequence in self._sessions:
             self._end(message.sequence, Cancelled("sequence lost: it was started again"))
         self._make_room()
@@ -163,6 +169,8 @@ class Sessions:
         session.sequence.last_used = self._clock()
         if message.params is not None:
             raise InvalidArgument("sampling_parameters", message.params, "only on the START of a sequence")
+        if message.generated_ids is not None:
+            raise InvalidArgument("generated_ids", message.generated_ids, "only on the START of a sequence")
         number = session.next_step if message.step is None else message.step
         if number == -1 and message.end:
             self._answer(session, address, message, [], 0)

@@ -45,8 +45,8 @@ memory = mmap.mmap(region.fileno(), 1)
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         running = int(behaviour == "busy")
-        text = f'mtp_generation_tokens_total{{a="b"}} 5\nmtp_num_sequences_running{{a="b"}} {running}\n'
-        self.answer(200, text + 'mtp_num_sequences_waiting{a="b"} 0\n')
+        text = f'# HELP mtp\nmtp_num_sequences_running{{a="b"}} {running}\nmtp_num_sequences_waiting{{a="b"}} 0\n'
+        self.answer(200, text + 'other{a="b",c="d"} 7\nmtp_generation_tokens_total{a="b"} 5\n')
 
     def do_POST(self):
         (folder / "asked").open("a").write(f"{self.path}\n")

@@ -107,8 +107,8 @@ def progress(host: str, port: int) -> tuple[float, float, float] | None:
         _, text = request(host, port, "GET", "/metrics", None, 1.0)
     except (OSError, http.client.HTTPException):
         return None
-    values = tuple(map(float, PROGRESS.findall(text)))
-    return values if len(values) == 3 else None
+    values = {name: float(value) for name, value in re.findall(r"^(\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
+    return tuple(values[name] for name in PROGRESS) if values.keys() >= set(PROGRESS) else None
 
 
 def request(host: str, port: int, verb: str, path: str, body: str | None, seconds: float) -> tuple[int, str]:

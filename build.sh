@@ -110,7 +110,7 @@ run_tests() {
   esac
 }
 
-# 100 times: 100,000 malformed requests and 20,000 sequences, about an hour and a half at most.
+# 100 times: 100,000 malformed requests and 20,000 sequences, five hours at most.
 soak() {
   export MTP_SOAK=${1:-100} MTP_SEED=${MTP_SEED:-$RANDOM}
   setup

@@ -1,0 +1,42 @@
+#include "kernels.h"
+#include "product.h"
+
+namespace mtp::MTP_LEVEL {
+
+std::int64_t pack_items(std::int64_t m) { return (m + GROUP - 1) / GROUP; }
+
+void linear_pack(const Linear& job, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t group = begin; group < end; ++group)
+    pack_group(job.packed, job.m, job.k, group, [&](std::int64_t row) { return job.x + row * job.x_stride; });
+}
+
+// One item: BLOCK_N rows of w, read once, with all rows of x.
+std::int64_t linear_items(const Linear& job) { return (job.n + BLOCK_N - 1) / BLOCK_N; }
+
+void linear(const Linear& job, std::int64_t begin, std::int64_t end) {
+  Packed x{job.packed, job.m, job.k};
+  ProductSession session(x);
+  alignas(64) float out[BLOCK_M * BLOCK_N];
+  for (std::int64_t item = begin; item < end; ++item) {
+    std::int64_t first = item * BLOCK_N, n = least(BLOCK_N, job.n - first);
+    float bias[BLOCK_N] = {};
+    if (job.bias)
+      for (std::int64_t i = 0; i < n; ++i) bias[i] = to_float(job.bias[first + i]);
+    for (std::int64_t block = 0; block < x.blocks(); ++block) {
+      product(job.w + first * job.w_stride, job.w_stride, n, x, block, out);
+      for (std::int64_t m = 0; m < least(BLOCK_M, job.m - block * BLOCK_M); ++m) {
+        std::int64_t at = (block * BLOCK_M + m) * job.n + first;
+        for (std::int64_t i = 0; i < n; i += LANES) {
+          Vec vec = load(out + m * BLOCK_N + i) + load(bias + i);
+          std::int64_t count = least(LANES, n - i);
+          if (job.wide)
+            store_part(static_cast<float*>(job.y) + at + i, vec, count);
+          else
+            store_part(static_cast<bf16*>(job.y) + at + i, vec, count);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mtp::MTP_LEVEL

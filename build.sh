@@ -70,6 +70,7 @@ setup() {
     "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton xgrammar
     printf '%s' "$wanted" > "$venv/.installed"
   fi
+  "$venv/bin/python" backend/native/build.py
   ln -sfn "$("$venv/bin/mtp" install-server)" "$venv/bin/tritonserver"
 }
 

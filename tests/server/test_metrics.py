@@ -50,12 +50,13 @@ def test_metrics(own_server, alone):
     """Both ways to generate count; counters stay when the engine is killed and go on with the next one."""
     wait_for(lambda: scrape(own_server).get("mtp_kv_blocks"), 10, "the first message of the engine")
     start = scrape(own_server)
-    assert set(counters(start).values()) == {0} and len(counters(start)) == 4 + NUM_DRAFTS + 3
+    assert set(counters(start).values()) == {0} and len(counters(start)) == 5 + NUM_DRAFTS + 3
     wanted = [alone(prompt, **GREEDY) for prompt in PROMPTS]
     for prompt in PROMPTS:
         generate(own_server, text_input=prompt, **GREEDY)
     found = after(own_server, 24 * len(PROMPTS))
     assert found[SPEC + "drafts_total"] == sum(output.num_spec_steps for output in wanted)
+    assert found["mtp_target_passes_total"] >= found[SPEC + "drafts_total"] + len(PROMPTS)
     assert found[SPEC + "draft_tokens_total"] == sum(output.num_draft_tokens for output in wanted)
     accepted = sum(output.num_accepted_draft_tokens for output in wanted)
     assert found[SPEC + "accepted_tokens_total"] == accepted > 0

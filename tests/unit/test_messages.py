@@ -47,7 +47,7 @@ FROM_ENGINE = [
     ),
     Stepped(2, [5, 6], "x", 1, 9, "stop", 3, 4),
     Proposed(3, []),
-    Stats(9, 3, 6, [3, 1], 0.25, 1.5, 0.125, 1, 2, 7, 64),
+    Stats(9, 5, 3, 6, [3, 1], 0.25, 1.5, 0.125, 1, 2, 7, 64),
     Failed(4, "UNAVAILABLE", "later"),
 ]
 

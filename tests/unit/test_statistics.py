@@ -17,18 +17,20 @@ def test_each_tells_what_is_new():
     )
     totals = engine.totals
     statistics = Statistics(engine)
-    assert statistics.take() == Stats(0, 0, 0, [0, 0, 0], 0.0, 0.0, 0.0, 0, 0, 0, 10)
+    assert statistics.take() == Stats(0, 0, 0, 0, [0, 0, 0], 0.0, 0.0, 0.0, 0, 0, 0, 10)
     totals.speculation.record(3, 3, 0)
     totals.speculation.record(2, 1, 0)
     totals.num_generated_tokens += 6
+    totals.num_target_passes += 4
     totals.seconds.draft, totals.seconds.verify, totals.seconds.manage = 0.5, 4.0, 0.25
     engine.scheduler.num_running, engine.scheduler.num_waiting = 2, 5
     blocks = []
     engine.pool.grow(blocks, 9)
-    assert statistics.take() == Stats(6, 2, 5, [2, 1, 1], 0.5, 4.0, 0.25, 2, 5, 3, 10)
+    assert statistics.take() == Stats(6, 4, 2, 5, [2, 1, 1], 0.5, 4.0, 0.25, 2, 5, 3, 10)
     engine.pool.release(blocks)
-    assert statistics.take() == Stats(0, 0, 0, [0, 0, 0], 0.0, 0.0, 0.0, 2, 5, 0, 10)
+    assert statistics.take() == Stats(0, 0, 0, 0, [0, 0, 0], 0.0, 0.0, 0.0, 2, 5, 0, 10)
     totals.speculation.record(1, 0, 0)
     totals.num_generated_tokens += 1
+    totals.num_target_passes += 1
     totals.seconds.verify += 0.5
-    assert statistics.take() == Stats(1, 1, 1, [0, 0, 0], 0.0, 0.5, 0.0, 2, 5, 0, 10)
+    assert statistics.take() == Stats(1, 1, 1, 1, [0, 0, 0], 0.0, 0.5, 0.0, 2, 5, 0, 10)

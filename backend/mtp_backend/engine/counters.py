@@ -86,10 +86,12 @@ class EngineTotals:
 
     Attributes:
         num_generated_tokens: committed tokens, accepted drafts among them.
+        num_target_passes: device batches of the target network.
         seconds: time of all steps, those over prompts included.
     """
 
     num_generated_tokens: int = 0
+    num_target_passes: int = 0
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
     seconds: StepSeconds = field(default_factory=StepSeconds)
 

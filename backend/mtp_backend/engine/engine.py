@@ -245,6 +245,7 @@ class Engine:
         if batch:
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
+            self.totals.num_target_passes += 1
             drawing = [share for share in batch if share.samples]
             verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
             self._stopwatch.verified()

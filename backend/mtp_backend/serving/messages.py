@@ -137,6 +137,7 @@ class Stats(Message):
     """
 
     num_generated_tokens: int
+    num_target_passes: int
     num_spec_steps: int
     num_draft_tokens: int
     accepted_per_pos: list[int]

@@ -23,6 +23,7 @@ class Statistics:
         accepted = now.speculation.accepted - told.speculation.accepted
         return Stats(
             now.num_generated_tokens - told.num_generated_tokens,
+            now.num_target_passes - told.num_target_passes,
             now.speculation.num_spec_steps - told.speculation.num_spec_steps,
             now.speculation.num_draft_tokens - told.speculation.num_draft_tokens,
             [accepted[position] for position in range(self._engine.num_drafts)],

@@ -27,6 +27,7 @@ class Metrics:
         self._families: list[Any] = []  # a metric needs its family for as long as it lives
         spec = "mtp_spec_decode_num_"
         self._generated = self._metric("mtp_generation_tokens_total", COUNTER, "Tokens generated")
+        self._passes = self._metric("mtp_target_passes_total", COUNTER, "Device batches of the target network")
         self._steps = self._metric(spec + "drafts_total", COUNTER, "Verify steps with at least one draft")
         self._drafts = self._metric(spec + "draft_tokens_total", COUNTER, "Drafts verified")
         self._accepted = self._metric(spec + "accepted_tokens_total", COUNTER, "Drafts accepted")
@@ -52,6 +53,7 @@ class Metrics:
         seconds = (stats.draft_seconds, stats.verify_seconds, stats.manage_seconds)
         counted = [
             (self._generated, stats.num_generated_tokens),
+            (self._passes, stats.num_target_passes),
             (self._steps, stats.num_spec_steps),
             (self._drafts, stats.num_draft_tokens),
             (self._accepted, sum(stats.accepted_per_pos)),

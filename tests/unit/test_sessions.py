@@ -21,7 +21,8 @@ class FakeEngine:
         self.config = SimpleNamespace(max_sequences=max_sequences, sequence_ttl_seconds=TTL, num_drafts=2)
         self.tokenizer = None
         self.tokens = itertools.count(100)
-        self.waiting, self.drafting, self.removed = [], [], []
+        self.waiting, self.drafting, self.removed, self.taken_back = [], [], [], []
+        self.full = False
 
     def new_sequence(self, prompt_ids, params, *, paced, with_text):
         assert paced and not with_text
@@ -51,6 +52,20 @@ class FakeEngine:
             raise InvalidArgument("draft_ids", f"{len(draft_ids)} tokens", "0 … 2 tokens")
         sequence.draft_ids = draft_ids
 
+    def run_ahead(self, sequence):
+        assert sequence.status is Status.PAUSED
+        if self.full:
+            return False
+        self.add(sequence)
+        return True
+
+    def take_back(self, sequence, num_tokens):
+        self.waiting = [one for one in self.waiting if one is not sequence]
+        self.taken_back.append((sequence, len(sequence.token_ids) - num_tokens))
+        sequence.status = Status.PAUSED
+        del sequence.token_ids[num_tokens:]
+        sequence.draft_ids = []
+
     def request_drafts(self, sequence):
         self.drafting.append(sequence)
 
@@ -61,7 +76,7 @@ class FakeEngine:
             accepted = len(sequence.draft_ids)
             sequence.token_ids += [*sequence.draft_ids, token]
             outputs.append(StepOutput(sequence, [*sequence.draft_ids, token], accepted))
-            sequence.draft_ids = []
+            sequence.draft_ids = [7, 8] if sequence.wants_drafts else []
             sequence.status = Status.PAUSED
         for sequence in self.drafting:
             sequence.draft_ids = [7, 8]
@@ -107,7 +122,7 @@ class Table:
     def run(self):
         for output in self.engine.step():
             self.sessions.deliver(output)
-        self.sessions.deliver_drafts()
+        self.sessions.end_batch()
 
     def answers(self, number, address=MAIN):
         return [message for to, message in self.sent if (to, message.request) == (address, number)]

@@ -183,6 +183,31 @@ class Engine:
         """Lets a sequence take part in the next steps; a paced one for one step."""
         self.scheduler.add(sequence)
 
+    def run_ahead(self, sequence: Sequence) -> bool:
+        """Lets a paused sequence step before its client asks for it, if no other one loses anything by that.
+
+        Returns:
+            Whether it steps. `take_back` undoes it.
+        """
+        # Blocks for the drafts that the step verifies and for those that it makes.
+        longest = len(sequence.token_ids) + 1 + 2 * self.num_drafts
+        return self.scheduler.add_if_idle(sequence, min(longest, self.rules.max_model_len))
+
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Returns a sequence that ran ahead to its first `num_tokens` tokens, without drafts, and pauses it.
+
+        What follows from the tokens is made again, the cache at its next step. `totals` keep what was computed.
+        """
+        self.scheduler.pause(sequence)
+        if len(sequence.token_ids) > num_tokens:
+            self.scheduler.drop_cache(sequence)
+            start = len(sequence.token_ids) - sequence.num_generated
+            output = sequence.token_ids[start:num_tokens]
+            del sequence.token_ids[start:]
+            self._begin_output(sequence)
+            commit(sequence, output, self.rules)
+            sequence.thinking = self._verifier.thinks_after(output, sequence.thinking)
+
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks at once."""
         self._draft_requests = [requested for requested in self._draft_requests if requested is not sequence]
@@ -203,11 +228,15 @@ class Engine:
                 "input_ids", f"{len(token_ids)} tokens", f"at most {max(room, 0)} more (max_model_len)"
             )
         sequence.token_ids += token_ids
+        self._begin_output(sequence)
+
+    def _begin_output(self, sequence: Sequence) -> None:
+        """Makes all of the text so far the prompt."""
         if sequence.text is not None:
             sequence.text = IncrementalText(self.tokenizer, sequence.token_ids, sequence.params.stop)
         sequence.processors = self._processing.processors(sequence.params, sequence.token_ids)
         sequence.draft_ids, sequence.draft_probs = [], []
-        sequence.thinking = self._verifier.thinks_after(token_ids, sequence.thinking)
+        sequence.thinking = self._verifier.thinks_after(sequence.token_ids)
         sequence.finish_reason = ""
         sequence.num_generated = 0
 
@@ -298,12 +327,12 @@ class Engine:
         return output
 
     def _draft(self, stepped: list[Sequence]) -> None:
-        """Runs the draft layer for the sequences that go on by themselves and for those whose client asked."""
+        """Runs the draft layer for the sequences that go on by themselves and for those whose client asks."""
         requested, self._draft_requests = self._draft_requests, []
         if self._drafter is None:
             return
-        running = [sequence for sequence in stepped if sequence.status is Status.RUNNING]
-        sequences = running + [sequence for sequence in requested if sequence not in running]
+        going_on = [sequence for sequence in stepped if _goes_on(sequence)]
+        sequences = going_on + [sequence for sequence in requested if sequence not in going_on]
         batch_size = sum(map(_decodes, sequences))
         length = self.draft_length.choose(batch_size) if batch_size else 0
         num_drafts = {sequence: self._reserve_drafts(sequence, length) for sequence in sequences}
@@ -334,6 +363,12 @@ class Engine:
             return 0
         wanted = min(length, room_for_drafts(sequence, self.rules))
         return wanted if self.scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether a sequence that has just stepped steps again without anybody asking, or its client wants drafts."""
+    wanted = sequence.status is Status.PAUSED and sequence.wants_drafts and not sequence.finish_reason
+    return wanted or sequence.status is Status.RUNNING
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -41,6 +41,7 @@ class Sequence:
         draft_rows: what the drafter keeps of the sequence; it belongs to the keys in the cache.
         draft_ids: drafts that the next step verifies.
         draft_probs: the distributions that they were drawn from; empty unless the rule uses them.
+        wants_drafts: if paced, the step that commits tokens also makes the drafts of the next.
         thinking: whether the text is between its thinking tokens, where the rule asks.
         block_table: ids of the cache blocks.
         num_generated: tokens generated so far.
@@ -64,6 +65,7 @@ class Sequence:
     draft_rows: dict[int, Tensor] = field(default_factory=dict)
     draft_ids: list[int] = field(default_factory=list)
     draft_probs: list[Tensor] = field(default_factory=list)
+    wants_drafts: bool = False
     thinking: bool = False
     block_table: list[int] = field(default_factory=list)
     num_generated: int = 0

@@ -154,8 +154,8 @@ def test_steps(table):
     drafts = table.propose()
     table.run()
     assert table.answer(drafts, DRAFT) == Proposed(drafts, [7, 8])
-    assert table.step(step=1) == Stepped(3, [7, 8, 101], "", 2, 7, "", 1, 1)
-    assert table.step() == Stepped(4, [102], "", 0, 8, "", 2, 1)  # without a number: the next
+    assert table.step(step=1) == Stepped(3, [7, 8, 101], "", 2, 7, "", 1, 1, [7, 8])
+    assert table.step() == Stepped(4, [7, 8, 102], "", 2, 10, "", 2, 1, [7, 8])  # without a number: the next
 
 
 def test_end(table):
@@ -296,7 +296,7 @@ def test_refused_step_changes_nothing(table, options, message):
     table.propose()
     table.run()
     table.refused(table.ask(step=1, **options), "INVALID_ARGUMENT", message)
-    assert table.step(step=1) == Stepped(4, [7, 8, 101], "", 2, 7, "", 1, 1)
+    assert table.step(step=1) == Stepped(4, [7, 8, 101], "", 2, 7, "", 1, 1, [7, 8])
 
 
 def test_append(table):

@@ -25,6 +25,7 @@ from mtp_backend.serving import messages
 from mtp_backend.serving.compiling import Compilations
 from mtp_backend.serving.gathering import Gathering
 from mtp_backend.serving.messages import (
+    Asked,
     Bye,
     Cancel,
     Failed,
@@ -146,6 +147,8 @@ class EngineProcess:
                 self._sessions.step(address, message)
             case Propose():
                 self._sessions.propose(address, message)
+            case Asked():
+                self._sessions.asked(message)
             case Cancel():
                 self._cancel(address, message.request)
             case Hello():

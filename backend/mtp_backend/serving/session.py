@@ -23,12 +23,11 @@ class Session:
         answer: the last step's answer, which the same step number gets again; None before the first.
         running: the step that is being computed, with its address.
         proposing: the draft request that is being computed.
-        offered: the drafts that its client was given after the last answer, and their distributions; None until it
-            asks.
+        drafts: the drafts of the next step and their distributions; None until they are made.
+        asked: whether its client has asked for them.
         ahead: outcome of the next step, computed before it was asked for.
-        only_goes_on: whether the last step brought neither tokens nor drafts of the client's.
+        ahead_since: number of the device batch that computed it.
         taken_back: whether a step that ran ahead had to be taken back.
-        batch: number of the device batch after which its client had what it needs for its next request.
     """
 
     sequence: Sequence
@@ -36,11 +35,11 @@ class Session:
     answer: Stepped | None = None
     running: tuple[Address, Step] | None = None
     proposing: tuple[Address, Propose] | None = None
-    offered: tuple[list[int], list[Tensor]] | None = None
+    drafts: tuple[list[int], list[Tensor]] | None = None
+    asked: bool = False
     ahead: StepOutput | None = None
-    only_goes_on: bool = False
+    ahead_since: int = 0
     taken_back: bool = False
-    batch: int = 0
 
     @property
     def next_step(self) -> int:
@@ -59,19 +58,21 @@ class Session:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether its client is likely to go on without tokens or drafts of its own."""
-        return self.only_goes_on and not self.taken_back and not self.sequence.finish_reason
+        """Whether its client takes the drafts that come with its steps, and has let none be taken back."""
+        wanted = self.asked and self.sequence.wants_drafts
+        return wanted and not self.taken_back and not self.sequence.finish_reason
 
     @property
     def is_expected(self) -> bool:
-        """Whether its client's next request leads to a step at once: it asks for drafts, or for a step that is there."""
-        waits = self.running is None and self.proposing is None and self.may_run_ahead
-        return waits and (self.ahead is not None or (self.offered is None and self.sequence.wants_drafts))
+        """Whether its next step is computed and another one follows."""
+        return self.ahead is not None and not self.sequence.finish_reason
 
     def answered(self, message: Step, token_ids: list[int], num_accepted: int) -> Stepped:
         """Makes the outcome of the next step the answer to a request."""
         sequence = self.sequence
         text = sequence.text.take(final=bool(sequence.finish_reason)) if sequence.text is not None else ""
+        self.drafts = (sequence.draft_ids, sequence.draft_probs) if sequence.wants_drafts else None
+        self.asked = False
         self.answer = Stepped(
             message.request,
             token_ids,
@@ -81,9 +82,8 @@ class Session:
             sequence.finish_reason,
             self.next_step,
             self.epoch,
+            sequence.draft_ids if sequence.wants_drafts else None,
         )
-        self.offered = None
-        self.only_goes_on = goes_on(message)
         return self.answer
 
     def ended(self, request: int) -> Stepped:

@@ -10,12 +10,11 @@ from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, NotFound, Unavailable
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.serving.messages import Failed, Message, Propose, Proposed, SequenceId, Step
+from mtp_backend.serving.messages import Asked, Failed, Message, Propose, Proposed, SequenceId, Step
 from mtp_backend.serving.session import Address, Session, goes_on
 
 Send = Callable[[Address, Message], None]
-# Batches for which a client that is likely to come is waited for.
-PATIENCE = 2
+PATIENCE = 2  # batches that a step which ran ahead is expected to be asked for within
 
 
 class Sessions:
@@ -24,8 +23,9 @@ class Sessions:
     The inference server never says that a sequence has died, so the table forgets what was not used for long, and
     when it is full the least recently used.
 
-    A step whose client has just been given the drafts for it, and has brought nothing of its own the last time, is
-    computed before it is asked for. A client that then does bring tokens or drafts gets it taken back.
+    A client that asks for drafts gets the next ones with its steps. If it does no more than go on from step to step,
+    the next one is computed before it is asked for: the engine then has all sequences at hand, and not those alone
+    whose requests the server is letting through. If it then does bring tokens or drafts, the step is taken back.
 
     Args:
         send: gives an answer to a role.
@@ -66,10 +66,12 @@ class Sessions:
         if session is None or session.epoch != message.epoch:
             reason = "is not held" if session is None else "was started again since main's answer"
             self._fail(address, message.request, NotFound(f"sequence lost: {message.sequence!r} {reason}"))
-        elif session.offered is not None:
-            self._send(address, Proposed(message.request, session.offered[0]))
-        elif session.sequence.draft_ids or session.sequence.wants_drafts or session.sequence.finish_reason:
-            self._offer(session, address, message)
+            return
+        session.asked = True
+        if session.drafts is not None:
+            self._send(address, Proposed(message.request, session.drafts[0]))
+        elif session.sequence.draft_ids or session.sequence.finish_reason:
+            self._propose(session, address, message)
         else:
             if session.proposing is None:
                 self._engine.request_drafts(session.sequence)
@@ -78,12 +80,17 @@ class Sessions:
                 self._fail(old_address, old.request, Cancelled("the drafts were asked for again"))
             session.proposing = (address, message)
 
+    def asked(self, message: Asked) -> None:
+        """Notes that a client goes on asking for drafts."""
+        session = self._sessions.get(message.sequence)
+        if session is not None and session.epoch == message.epoch:
+            session.asked = True
+
     def deliver(self, output: StepOutput) -> None:
         """Answers the step whose tokens the engine has committed, or keeps what was not asked for yet."""
         session = self._sessions[self._by_sequence[output.sequence]]
         if session.running is None:
-            session.ahead = output
-            session.batch = self._num_batches
+            session.ahead, session.ahead_since = output, self._num_batches
         else:
             address, message = session.running
             session.running = None
@@ -96,13 +103,13 @@ class Sessions:
             if session.proposing is not None:
                 address, message = session.proposing
                 session.proposing = None
-                self._offer(session, address, message)
+                self._propose(session, address, message)
 
     @property
     def expects_more(self) -> bool:
-        """Whether a client whose step would join the next batch is likely to ask soon."""
+        """Whether a client is likely to ask soon for a step that is computed, after which its next one can run."""
         first = self._num_batches - PATIENCE
-        return any(session.batch >= first and session.is_expected for session in self._sessions.values())
+        return any(session.is_expected and session.ahead_since >= first for session in self._sessions.values())
 
     def cancel(self, address: Address, request: int) -> bool:
         """Ends the sequence whose running step is `request`; False if there is none."""
@@ -184,8 +191,6 @@ class Sessions:
                 return
             if message.draft_ids is not None:
                 self._engine.set_drafts(session.sequence, message.draft_ids)
-            elif session.offered is None:  # its client has not seen them
-                self._engine.set_drafts(session.sequence, [])
             self._run(session, address, message)
 
     def _catch_up(self, session: Session, address: Address, message: Step) -> None:
@@ -204,16 +209,11 @@ class Sessions:
         self._engine.take_back(sequence, session.answer.sequence_length)
         if sequence.text is not None:
             sequence.text.take(final=False)  # the client has it
-        sequence.draft_ids, sequence.draft_probs = session.offered
+        sequence.draft_ids, sequence.draft_probs = session.drafts
 
-    def _offer(self, session: Session, address: Address, message: Propose) -> None:
-        """Answers with the drafts of the next step. That step may then run ahead."""
-        sequence = session.sequence
-        session.offered = sequence.draft_ids, sequence.draft_probs
-        self._send(address, Proposed(message.request, sequence.draft_ids))
-        if session.running is None and session.may_run_ahead:
-            sequence.wants_drafts = True
-            self._engine.run_ahead(sequence)
+    def _propose(self, session: Session, address: Address, message: Propose) -> None:
+        session.drafts = session.sequence.draft_ids, session.sequence.draft_probs
+        self._send(address, Proposed(message.request, session.sequence.draft_ids))
 
     def _append(self, sequence: Sequence, message: Step) -> None:
         """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
@@ -227,7 +227,7 @@ class Sessions:
 
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()
-        session.sequence.wants_drafts = session.offered is not None and not message.end
+        session.sequence.wants_drafts = session.asked and not message.end
         session.running = (address, message)
         self._engine.add(session.sequence)
 
@@ -247,10 +247,12 @@ class Sessions:
     def _answer(
         self, session: Session, address: Address, message: Step, token_ids: list[int], num_accepted: int
     ) -> None:
-        session.batch = self._num_batches
+        may_run_ahead = session.may_run_ahead and goes_on(message)
         self._send(address, session.answered(message, token_ids, num_accepted))
         if message.end:
             self._end(message.sequence)
+        elif may_run_ahead:
+            self._engine.run_ahead(session.sequence)
 
     def _make_room(self) -> None:
         limit = self._engine.config.max_sequences

@@ -108,7 +108,7 @@ def served_steps(client: Client, addresses: Addresses, count: int, num_steps: in
 def _passes(addresses: Addresses) -> float:
     time.sleep(METRICS_SECONDS)
     with urllib.request.urlopen(f"http://{addresses.metrics}/metrics") as response:
-        return float(re.search(r"^mtp_target_passes_total\{.*\} (\S+)$", response.read().decode(), re.MULTILINE)[1])
+        return float(re.search(r"^mtp_steps_total\{.*\} (\S+)$", response.read().decode(), re.MULTILINE)[1])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from mtp_client.errors import (
     Unavailable,
 )
 from mtp_client.sequence import AsyncSequence, Sequence
-from mtp_client.types import Chunk, Generation, Logprob, SamplingParams, Step
+from mtp_client.types import Chunk, Generation, Logprob, Message, SamplingParams, Step
 
 __all__ = [
     "AsyncClient",
@@ -40,6 +40,7 @@ __all__ = [
     "Generation",
     "InvalidArgument",
     "Logprob",
+    "Message",
     "MtpError",
     "NotFound",
     "SamplingParams",

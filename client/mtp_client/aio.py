@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from mtp_client import tensors
+from mtp_client import chat, tensors
 from mtp_client.errors import ServerError
 from mtp_client.sequence import AsyncSequence
 from mtp_client.state import SequenceState
 from mtp_client.transports import AsyncTransport, default_url
 from mtp_client.transports.grpc import AsyncGrpcTransport
 from mtp_client.transports.http import AsyncHttpTransport
-from mtp_client.types import Chunk, Drafter, Generation, SamplingParams
+from mtp_client.types import Chunk, Drafter, Generation, Message, SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,9 +26,14 @@ class AsyncClient:
     """`Client` for asyncio; same arguments and errors. Create it inside the running loop."""
 
     def __init__(
-        self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", timeout: float = 60.0
+        self,
+        url: str | None = None,
+        protocol: Literal["grpc", "http"] = "grpc",
+        timeout: float = 60.0,
+        tokenizer: str | Path | None = None,
     ) -> None:
         self._timeout = timeout
+        self._template = chat.load(Path(tokenizer), None) if tokenizer is not None else None
         fallback = default_url(protocol)  # refuses an unknown protocol
         self._transport = _TRANSPORTS[protocol](url or fallback, timeout)
 
@@ -69,6 +75,30 @@ class AsyncClient:
                 raise ServerError("the stream ended without a finish_reason")
 
         return chunks()
+
+    async def chat(
+        self,
+        messages: list[Message],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        model: str = "generate",
+        **params: Unpack[SamplingParams],
+    ) -> Generation:
+        """See `Client.chat`."""
+        prompt = chat.prompt(self._template, messages, variables)
+        return await self.generate(prompt, model=model, add_special_tokens=False, **params)
+
+    def stream_chat(
+        self,
+        messages: list[Message],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        model: str = "generate",
+        **params: Unpack[SamplingParams],
+    ) -> AsyncGenerator[Chunk, None]:
+        """See `Client.stream_chat`, and `stream` for leaving it early."""
+        prompt = chat.prompt(self._template, messages, variables)
+        return self.stream(prompt, model=model, add_special_tokens=False, **params)
 
     def sequence(
         self,

@@ -57,6 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     sequence.set_defaults(run=_connected(_sequence))
     health = commands.add_parser("health", parents=[server], help="is the server ready?")
     health.set_defaults(run=_connected(_health))
+    load = commands.add_parser("load", parents=[server], help="put load on the server and tell what it took")
+    load.add_argument("data", type=Path, help="requests or sequences, in the form of perf_analyzer's --input-data")
+    load.add_argument("--requests", type=int, default=100, help="generations or sequences to send; default 100")
+    loop = load.add_mutually_exclusive_group()
+    loop.add_argument("--concurrency", type=int, default=1, help="so many at a time (closed loop); default 1")
+    loop.add_argument("--rate", type=float, help="so many a second, whatever the server does (open loop)")
+    load.add_argument("--distribution", choices=("poisson", "constant"), default="poisson", help="of --rate's arrivals")
+    load.add_argument("--seed", type=int, default=0, help="of --rate's arrivals")
+    load.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer")
+    load.add_argument("--png", type=Path, metavar="FILE", help="draw the distributions")
+    load.set_defaults(run=_load)
     gateway = commands.add_parser("gateway", help="serve OpenAI's HTTP interface and a page that shows speculation")
     gateway.add_argument("--url", help="gRPC host:port of the server; default 127.0.0.1:8001")
     gateway.add_argument("--model", default="generate", help="model of the server; default generate")
@@ -127,6 +138,15 @@ def _gateway(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return _fail(f"the gateway needs {error.name}: pip install 'mtp-client[gateway]'", 1)
     return command.run(args)
+
+
+def _load(args: argparse.Namespace) -> int:
+    from mtp_client.load import command
+
+    try:
+        return command.run(args)
+    except ModuleNotFoundError as error:
+        return _fail(f"--png needs {error.name}: pip install 'mtp-client[plot]'", 1)
 
 
 def _to_json(answer: Generation | Chunk | Step) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from mtp_client import tensors
+from mtp_client import chat, tensors
 from mtp_client.errors import ServerError
 from mtp_client.sequence import Sequence
 from mtp_client.state import SequenceState
 from mtp_client.transports import Transport, default_url
 from mtp_client.transports.grpc import GrpcTransport
 from mtp_client.transports.http import HttpTransport
-from mtp_client.types import Chunk, Drafter, Generation, SamplingParams
+from mtp_client.types import Chunk, Drafter, Generation, Message, SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,13 +27,18 @@ class Client:
 
     `url`: host:port, by default 127.0.0.1:8001 (grpc) or 127.0.0.1:8000 (http).
     `timeout`: seconds to wait for each answer: a whole generation, one chunk of a stream, one
-    step of a sequence.
+    step of a sequence. `tokenizer`: folder of the checkpoint, whose chat template `chat` uses.
     """
 
     def __init__(
-        self, url: str | None = None, protocol: Literal["grpc", "http"] = "grpc", timeout: float = 60.0
+        self,
+        url: str | None = None,
+        protocol: Literal["grpc", "http"] = "grpc",
+        timeout: float = 60.0,
+        tokenizer: str | Path | None = None,
     ) -> None:
         self._timeout = timeout
+        self._template = chat.load(Path(tokenizer), None) if tokenizer is not None else None
         fallback = default_url(protocol)  # refuses an unknown protocol
         self._transport = _TRANSPORTS[protocol](url or fallback, timeout)
 
@@ -77,6 +83,35 @@ class Client:
                 raise ServerError("the stream ended without a finish_reason")
 
         return chunks()
+
+    def chat(
+        self,
+        messages: list[Message],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        model: str = "generate",
+        **params: Unpack[SamplingParams],
+    ) -> Generation:
+        """Generates the next message of a chat, with the checkpoint's own template.
+
+        `messages`: {"role": "user", "content": "…"}, …. `variables`: of the template, for
+        example {"enable_thinking": False}. Raises as `generate`; InvalidArgument without a
+        template, and for messages that it refuses.
+        """
+        prompt = chat.prompt(self._template, messages, variables)
+        return self.generate(prompt, model=model, add_special_tokens=False, **params)
+
+    def stream_chat(
+        self,
+        messages: list[Message],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        model: str = "generate",
+        **params: Unpack[SamplingParams],
+    ) -> Generator[Chunk, None, None]:
+        """Yields the next message of a chat as it is made. See `chat` and `stream`."""
+        prompt = chat.prompt(self._template, messages, variables)
+        return self.stream(prompt, model=model, add_special_tokens=False, **params)
 
     def sequence(
         self,

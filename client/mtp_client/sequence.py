@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from mtp_client.errors import MtpError
 from mtp_client.state import SequenceState
 from mtp_client.transports import AsyncTransport, Transport
-from mtp_client.types import Step
+from mtp_client.types import SequenceRequest, Step
 
 _END_TIMEOUT_S = 5.0  # a server that hangs must not hold up the caller's exit
 _log = logging.getLogger("mtp_client")
@@ -24,6 +24,11 @@ class _Progress:
     @property
     def sequence_id(self) -> int | str:
         return self._state.sequence_id
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of a text that is drawn: random unless given. None for a greedy one."""
+        return self._state.seed
 
     @property
     def steps(self) -> list[Step]:
@@ -74,14 +79,17 @@ class Sequence(_Progress):
         `input_ids` or `text` is appended to the sequence before the step; `draft_ids` replaces
         the draft that the server holds (empty: no speculation in this step). A step whose
         answer was lost is sent once more; when that fails too, `step()` asks for it again.
+        A sequence that the server has lost is started again from its tokens and goes on with
+        the same ones, unless text, or tokens behind a prompt given as text, were appended.
         Raises MtpError; after SequenceLost the sequence is gone.
         """
-        request = self._state.next(input_ids, text, draft_ids)
+        request: SequenceRequest | None = self._state.next(input_ids, text, draft_ids)
         while True:
             try:
                 outputs = self._transport.infer(request, self._timeout)
             except MtpError as error:
-                if not self._state.may_repeat(error):
+                request = self._state.retry(error)
+                if request is None:
                     raise
             else:
                 return self._state.accept(outputs)
@@ -123,12 +131,13 @@ class AsyncSequence(_Progress):
         draft_ids: Iterable[int] | None = None,
     ) -> Step:
         """See `Sequence.step`."""
-        request = self._state.next(input_ids, text, draft_ids)
+        request: SequenceRequest | None = self._state.next(input_ids, text, draft_ids)
         while True:
             try:
                 outputs = await self._transport.infer(request, self._timeout)
             except MtpError as error:
-                if not self._state.may_repeat(error):
+                request = self._state.retry(error)
+                if request is None:
                     raise
             else:
                 return self._state.accept(outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mtp_client import tensors
@@ -18,7 +19,9 @@ class SequenceState:
     """The client's half of a sequence.
 
     A step's request stays pending until its answer is known. Its number makes it safe to send
-    again: the server answers a step that it has already done with the same answer.
+    again: the server answers a step that it has already done with the same answer. Where the
+    server no longer holds the sequence, a START with the tokens so far takes the place of the
+    pending request; the parameters, with a seed that is known here, make it go on the same.
     """
 
     def __init__(
@@ -34,7 +37,12 @@ class SequenceState:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self._model = model
-        self._prompt = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        # What a START sends: None when it cannot be known as tokens.
+        self._prompt: str | list[int] | None = prompt if isinstance(prompt, str) else list(prompt)
+        self._generated: list[int] = []  # behind that prompt
+        self._first = 0  # step that was the last START
+        params = _seeded(params)
+        self.seed: int | None = params.get("seed")
         self._sampling = tensors.sampling_json(params)
         self._draft = draft
         self._pending: SequenceRequest | None = None
@@ -60,38 +68,45 @@ class SequenceState:
             if not (input_ids is text is draft_ids is None):
                 raise InvalidArgument(f"the answer to step {number} is missing: repeat it first, with step()")
             return self._pending
-        if number and draft_ids is None and self._draft is not None:
-            draft_ids = self._draft(list(self.token_ids))
-        given: dict[str, Any] = {"input_ids": input_ids, "text": text}
         if number == 0:
             if not (input_ids is text is None):
                 raise InvalidArgument("input_ids, text: the first step takes the prompt of the sequence")
-            given = {**self._prompt, "sampling": self._sampling}
-        inputs = tensors.sequence_inputs(number, draft_ids=draft_ids, **given)
-        self._pending = SequenceRequest(self._model, self.sequence_id, inputs, start=number == 0)
-        self._started = True
+            self._started = True
+            self._pending = self._start(draft_ids)
+            return self._pending
+        if draft_ids is None and self._draft is not None:
+            draft_ids = self._draft(list(self.token_ids))
+        inputs = tensors.sequence_inputs(number - self._first, input_ids=input_ids, text=text, draft_ids=draft_ids)
+        self._pending = SequenceRequest(self._model, self.sequence_id, inputs)
         return self._pending
 
     def accept(self, outputs: tensors.Outputs) -> Step:
         """Takes the answer to the pending request."""
         step = tensors.read_step(outputs, self._num_drafted())
-        if step.step != len(self.steps):
-            raise ServerError(f"asked for step {len(self.steps)}, got the answer of step {step.step}")
+        if step.step != len(self.steps) - self._first:
+            raise ServerError(f"asked for step {len(self.steps) - self._first}, got the answer of step {step.step}")
+        step = replace(step, step=len(self.steps))
+        assert self._pending is not None
+        if not self._pending.start:
+            self._append(self._pending)
         self._pending = None
         self.steps.append(step)
         self.token_ids += step.token_ids
+        self._generated += step.token_ids
         self.finish_reason = step.finish_reason
         return step
 
-    def may_repeat(self, error: MtpError) -> bool:
-        """Takes a failure of the pending request; True: send it again (at most once)."""
+    def retry(self, error: MtpError) -> SequenceRequest | None:
+        """Takes a failure of the pending request; what to send now, None to give up."""
+        assert self._pending is not None
         if isinstance(error, SequenceLost):
-            self._lost = True
+            return self._replay(self._pending)
         if isinstance(error, InvalidArgument):
+            self._lost = self._pending.start and bool(self.steps)
             self._pending = None
         repeat = isinstance(error, (Unavailable, DeadlineExceeded)) and not self._repeated
         self._repeated = True
-        return repeat
+        return self._pending if repeat else None
 
     def end(self) -> SequenceRequest | None:
         """The END request; None when the server has nothing to end. Closes the sequence."""
@@ -101,16 +116,51 @@ class SequenceState:
             return None
         return SequenceRequest(self._model, self.sequence_id, tensors.sequence_inputs(-1), end=True)
 
+    def _start(self, draft_ids: Iterable[int] | None = None) -> SequenceRequest:
+        given = {"text": self._prompt} if isinstance(self._prompt, str) else {"input_ids": self._prompt}
+        generated = self._generated or None
+        inputs = tensors.sequence_inputs(
+            0, **given, draft_ids=draft_ids, generated_ids=generated, sampling=self._sampling
+        )
+        return SequenceRequest(self._model, self.sequence_id, inputs, start=True)
+
+    def _replay(self, lost: SequenceRequest) -> SequenceRequest | None:
+        """The START that takes the place of a lost request: its answer is the step asked for, without drafts."""
+        if not lost.start:  # a START that is lost has met another client's
+            self._append(lost)
+        if lost.start or self._prompt is None:
+            self._lost = True
+            return None
+        self._first = len(self.steps)
+        self._pending = self._start()
+        return self._pending
+
+    def _append(self, request: SequenceRequest) -> None:
+        """Tokens that a step appends make all of the text before them prompt; their ids must be known for that."""
+        if "input_ids" in request.inputs and isinstance(self._prompt, list):
+            self._prompt += self._generated + request.inputs["input_ids"].ravel().tolist()
+            self._generated = []
+        elif "input_ids" in request.inputs or "text_input" in request.inputs:
+            self._prompt = None
+
     def _num_drafted(self) -> int:
         """Draft tokens that the pending step verifies."""
         assert self._pending is not None
+        if self._pending.start:
+            return 0
         inputs = self._pending.inputs
         if "draft_ids" in inputs:
             return inputs["draft_ids"].size
         # Appended tokens make the held draft a continuation of another text.
-        if not self.steps or "input_ids" in inputs or "text_input" in inputs:
+        if "input_ids" in inputs or "text_input" in inputs:
             return 0
         return len(self.steps[-1].draft_ids)
+
+
+def _seeded(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A text that is drawn can go on elsewhere only with its seed."""
+    drawn = isinstance(params.get("temperature"), (int, float)) and params["temperature"] > 0
+    return {**params, "seed": secrets.randbits(63)} if drawn and params.get("seed") is None else params
 
 
 def _checked_id(sequence_id: int | str | None) -> int | str:

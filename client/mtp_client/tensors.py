@@ -60,6 +60,7 @@ def sequence_inputs(
     input_ids: Iterable[int] | None = None,
     text: str | None = None,
     draft_ids: Iterable[int] | None = None,
+    generated_ids: Iterable[int] | None = None,
     sampling: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Inputs of one step of a sequence, shape [1, n]; `step` -1 only ends the sequence."""
@@ -70,6 +71,8 @@ def sequence_inputs(
         inputs["text_input"] = string(text, shape=(1, 1))
     if draft_ids is not None:
         inputs["draft_ids"] = ids(draft_ids)
+    if generated_ids is not None:
+        inputs["generated_ids"] = ids(generated_ids)
     if sampling is not None:
         inputs["sampling_parameters"] = string(sampling, shape=(1, 1))
     return inputs

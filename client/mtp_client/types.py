@@ -13,6 +13,10 @@ import numpy as np
 Drafter = Callable[[list[int]], "list[int] | None"]
 
 
+# {"role": "user", "content": "…"}, as OpenAI's interface writes it.
+Message = dict[str, Any]
+
+
 class SamplingParams(TypedDict, total=False):
     """Keyword arguments of a generation. What is left out takes the server's default."""
 
@@ -74,9 +78,10 @@ class Generation(_Output):
     `text` and `token_ids` are the output without the prompt; `finish_reason` is "stop" or
     "length". Counters: tokens of prompt and output, draft tokens verified and accepted,
     speculative steps. Lossy draft tokens are accepted ones that the model would not have
-    drawn; there are none unless its configuration asks for a lossy rule. `text_offsets` is where the text of each token starts, in characters.
-    `logprobs` and `prompt_logprobs` hold for each token its own
-    log-probability and the most likely ones, by token id; None unless asked for.
+    drawn; there are none unless its configuration asks for a lossy rule. `text_offsets` is
+    where the text of each token starts, in characters. `logprobs` and `prompt_logprobs` hold
+    for each token its own log-probability and the most likely ones, by token id; None unless
+    asked for.
     """
 
 

@@ -18,27 +18,34 @@ def raw(*items, shape=None):
     return array.reshape(shape or (len(items),))
 
 
+# What `generate` understands as other servers do, and a sequence refuses.
+SEQUENCE = [
+    ({"temperature": "0.5"}, "temperature: got '0.5'; allowed: a number"),
+    ({"top_k": -1}, "top_k: got -1; allowed: an integer ≥ 0"),
+    ({"temperature": 0, "top_k": 5}, "temperature: got 0; allowed: above 0 together with top_k=5"),
+    ({"top_p": 0.5}, "temperature: got 0.0; allowed: above 0 together with"),
+    ({"max_tokens": "5"}, "max_tokens: got '5'; allowed: an integer ≥ 1"),
+]
+
 # sampling_parameters → parts of the message. The same for every model that takes them.
 SAMPLING = [
+    ({"temperature": "hot"}, "temperature: got 'hot'; allowed: a number"),
+    ({"top_k": -2}, "top_k: got -2; allowed: an integer ≥ 0"),
+    ({"max_tokens": "5.5"}, "max_tokens: got '5.5'; allowed: an integer ≥ 1"),
     ({"temperature": -0.1}, "temperature: got -0.1; allowed: a number in [0, 100]"),
     ({"temperature": 101}, "temperature: got 101; allowed: a number in [0, 100]"),
-    ({"temperature": "0.5"}, "temperature: got '0.5'; allowed: a number"),
     ({"temperature": True}, "temperature: got True; allowed: a number"),
     ({"temperature": None}, "temperature: got None; allowed: a number"),
     ('{"temperature": NaN}', "temperature: got nan; allowed: a number"),
     ('{"temperature": 1e999}', "temperature: got inf; allowed: a number"),
-    ({"top_k": -1}, "top_k: got -1; allowed: an integer ≥ 0"),
     ({"top_k": 1.5}, "top_k: got 1.5; allowed: an integer ≥ 0"),
     ({"temperature": 1, "top_p": 0}, "top_p: got 0; allowed: a number in (0, 1]"),
     ({"temperature": 1, "top_p": 1.01}, "top_p: got 1.01; allowed: a number in (0, 1]"),
     ({"temperature": 1, "min_p": 2}, "min_p: got 2; allowed: a number in [0, 1]"),
-    ({"temperature": 0, "top_k": 5}, "temperature: got 0; allowed: above 0 together with top_k=5"),
-    ({"top_p": 0.5}, "temperature: got 0.0; allowed: above 0 together with"),
     ({"seed": -1}, "seed: got -1; allowed: an integer in 0 … 18446744073709551615"),
     ({"seed": 2**64}, "seed: got 18446744073709551616; allowed:"),
     ({"top_k": 10**30}, "top_k: got 1000000000000000000000000000000; allowed:"),
     ({"max_tokens": 0}, "max_tokens: got 0; allowed: an integer ≥ 1"),
-    ({"max_tokens": "5"}, "max_tokens: got '5'; allowed: an integer ≥ 1"),
     ({"ignore_eos": 1}, "ignore_eos: got 1; allowed: true or false"),
     ({"stop": 5}, "stop: got 5; allowed: a string or a list"),
     ({"stop": [""]}, "stop: got ''; allowed: strings of 1 … 1024 characters"),
@@ -87,16 +94,14 @@ GENERATE = [
     ({"text_input": "a" * 1_000_000}, "text_input: got '1000000 characters'; allowed: at most"),
     ({"text_input": raw(b"\xff\xfe")}, "text_input: got b'\\xff\\xfe'; allowed: UTF-8 text"),
     ({"text_input": raw(b"a"), "stop_words": raw(b"\xff")}, "stop_words: got b'\\xff'; allowed: UTF-8 text"),
-    ({"text_input": "a", "stop_words": [""]}, "stop: got ''; allowed: strings of 1 … 1024 characters"),
     ({"text_input": "a", "repetition_penalty": 0.0}, "repetition_penalty: got 0.0; allowed: a number in [0.01, 100]"),
     ({"text_input": "a", "min_tokens": -1}, "min_tokens: got -1; allowed: an integer ≥ 0"),
-    ({"text_input": "a", "bad_words": [""]}, "bad_words: got ''; allowed: strings of 1 … 1024 characters"),
     ({"text_input": "a", "max_tokens": -1}, "max_tokens: got -1; allowed: an integer ≥ 1"),
     ({"text_input": "a", "temperature": float("nan")}, "temperature: got nan; allowed: a number in [0, 100]"),
     ({"text_input": "a", "temperature": -float("inf")}, "temperature: got -inf; allowed: a number in [0, 100]"),
-    ({"text_input": "a", "top_k": 3}, "temperature: got 0.0; allowed: above 0 together with top_k=3"),
+    ({"text_input": "a", "top_k": -3}, "top_k: got -3; allowed: an integer ≥ 0"),
     ({"text_input": "a", "parameters": {"foo": 3}}, "foo: got 3; allowed: no such key"),
-    ({"text_input": "a", "parameters": {"max_tokens": "3"}}, "max_tokens: got '3'; allowed: an integer"),
+    ({"text_input": "a", "parameters": {"max_tokens": "x"}}, "max_tokens: got 'x'; allowed: an integer"),
     (
         {"text_input": "a", "parameters": {"sampling_parameters": 5}},
         "sampling_parameters: got 5; allowed: a JSON object",
@@ -198,7 +203,7 @@ def named(rows):
     return [pytest.param(*row, id=f"{number} {row[1][:40]}") for number, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("params, message", named(SAMPLING))
+@pytest.mark.parametrize("params, message", named([*SEQUENCE, *SAMPLING]))
 def test_sampling_parameters(connection, params, message):
     if isinstance(params, np.ndarray):
         params = params.reshape(1, 1)
@@ -231,7 +236,7 @@ def test_generate_types(grpc, tensors, message):
     assert message in refusal(grpc.stream, **tensors).message
 
 
-@pytest.mark.parametrize("key", ["prompt", "beam_width", "stop_words_list"])
+@pytest.mark.parametrize("key", ["prompt", "beam_search", "stop_words_list"])
 def test_generate_unknown_key(triton_server, key):
     response = generate(triton_server, text_input="a", **{key: 1})
     assert response.status_code == 400

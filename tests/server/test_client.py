@@ -2,18 +2,26 @@
 
 import asyncio
 import json
+import os
+import re
+import signal
 import subprocess
+import textwrap
+import time
 from contextlib import aclosing
 
+import mtp_client
 import pytest
 from mtp_client import AsyncClient, Client, InvalidArgument, NotFound, SequenceLost, Unavailable
 
 from server.helpers import PROMPTS, Connection
-from server.running import COMMANDS, wait_for
+from server.running import COMMANDS, ROOT, wait_for
 from server.test_sequence_batcher import refusal
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PARAMS = {"max_tokens": 16, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4, **PARAMS}
+TOKENS = [0, 37, 265, 263, 347, 847, 325, 713, 16]  # of the first prompt
 PROTOCOLS = pytest.mark.parametrize("protocol", ["grpc", "http"])
 
 
@@ -117,6 +125,80 @@ def test_append(client, llm, alone):
     assert third.token_ids == alone(whole, **PARAMS).token_ids[:1]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [PARAMS, SAMPLED, {"max_tokens": 16, "repetition_penalty": 1.3, "stop": "LORD,"},
+     {"max_tokens": 12, "temperature": 1.0, "structured_output": {"regex": "[漢字語🙂]{4} [0-9]{4}"}}],
+    ids=["greedy", "sampled", "penalty", "structure"],
+)  # fmt: skip
+def test_lost_sequence(client, triton_server, params):
+    """Whoever ends it: the client starts it again from its tokens, and it goes on with the same ones."""
+    whole = client.generate(PROMPTS[0], **params | {"seed": 9 if params.get("temperature") else None})
+    for prompt in (PROMPTS[0], None):
+        given = params | ({"seed": 9} if params.get("temperature") else {})
+        with Connection(triton_server) as other, client.sequence(prompt or TOKENS, **given) as sequence:
+            for step in sequence:
+                if step.step in (1, 3):
+                    other.end(sequence.sequence_id)
+        assert sequence.token_ids == whole.token_ids and sequence.text == whole.text
+        assert sequence.finish_reason == whole.finish_reason
+        assert [step.step for step in sequence.steps] == list(range(len(sequence.steps)))
+
+
+def test_lost_sequence_after_appended_tokens(client, triton_server, alone):
+    with Connection(triton_server) as other, client.sequence(TOKENS, **PARAMS) as sequence:
+        first = sequence.step()
+        other.end(sequence.sequence_id)
+        second = sequence.step(input_ids=[300, 301])
+        third = sequence.step()
+        other.end(sequence.sequence_id)
+        fourth = sequence.step()
+    whole = [*TOKENS, *first.token_ids, 300, 301]
+    got = second.token_ids + third.token_ids + fourth.token_ids
+    assert got == alone(whole, **PARAMS).token_ids[: len(got)]
+
+
+def test_sequence_survives_the_engine(server_factory, alone):
+    """A sequence that is drawn with a seed of the client's own goes on when the engine has been killed."""
+    with server_factory() as server, Client(server.grpc_url) as client:
+        with client.sequence(PROMPTS[0], temperature=0.9, **PARAMS) as sequence:
+            first = [sequence.step() for _ in range(3)]
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            while not sequence.finish_reason:
+                try:
+                    sequence.step()
+                except Unavailable:
+                    time.sleep(0.2)
+            seed = sequence.seed
+        assert sequence.token_ids == alone(PROMPTS[0], temperature=0.9, seed=seed, **PARAMS).token_ids
+        assert len(first) < len(sequence.steps)
+
+
+@PROTOCOLS
+def test_chat(triton_server, protocol):
+    """The checkpoint's own template; the same from both clients, whole and streamed."""
+    checkpoint = ROOT / "checkpoints" / "deepseek-demo"
+    messages = [{"role": "user", "content": "In the beginning"}]
+    prompt = "<｜begin▁of▁sentence｜><｜User｜>In the beginning<｜Assistant｜>"
+
+    async def run():
+        async with AsyncClient(url(triton_server, protocol), protocol, tokenizer=checkpoint) as client:
+            async with aclosing(client.stream_chat(messages, **SAMPLED)) as chunks:
+                return [await client.chat(messages, **SAMPLED)], [chunk async for chunk in chunks]
+
+    with Client(url(triton_server, protocol), protocol, tokenizer=checkpoint) as client:
+        wanted = client.generate(prompt, add_special_tokens=False, **SAMPLED)
+        wholes, chunks = asyncio.run(run())
+        wholes.append(client.chat(messages, **SAMPLED))
+        assert [whole.token_ids for whole in wholes] == [wanted.token_ids] * 2
+        for streamed in (chunks, list(client.stream_chat(messages, **SAMPLED))):
+            assert "".join(chunk.text for chunk in streamed) == wanted.text and len(streamed) > 1
+        with pytest.raises(InvalidArgument, match=r"messages\[0\].role: got 'tool'"):
+            client.chat([{"role": "tool", "content": "x"}])
+    with Client() as client, pytest.raises(InvalidArgument, match="no chat template"):
+        client.chat(messages)
+
+
 def test_errors(client):
     with pytest.raises(InvalidArgument, match="temperature: got -1.0; allowed: a number in"):
         client.generate("a", temperature=-1.0)
@@ -129,6 +211,7 @@ def test_errors(client):
         client.sequence(PROMPTS[0], sequence_id=sequence.sequence_id) as other,
     ):
         sequence.step()
+        sequence.step(text=" and")
         other.step()
         other.close()
         with pytest.raises(SequenceLost):
@@ -137,6 +220,19 @@ def test_errors(client):
         sequence.step()
     with pytest.raises(InvalidArgument, match="128 bytes"):
         client.sequence("a", sequence_id="ä" * 65)
+
+
+@pytest.mark.parametrize("document", [README, mtp_client.__doc__], ids=["README", "docstring"])
+def test_examples(triton_server, document, capsys, monkeypatch):
+    """What the documentation shows runs, against this server."""
+    monkeypatch.chdir(ROOT)
+    if document is README:
+        [code] = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "import Client" in block]
+    else:
+        code = textwrap.dedent("\n".join(line for line in document.splitlines() if line.startswith("    ")))
+    assert code.count('"127.0.0.1:8001"') >= 1 and code.count("client.") >= 3
+    exec(code.replace("127.0.0.1:8001", triton_server.grpc_url), {})
+    assert len(capsys.readouterr().out.splitlines()) > 3
 
 
 def test_not_reachable():

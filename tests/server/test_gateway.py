@@ -166,7 +166,7 @@ def test_stop(client, sdk, stop):
         ({"prompt": "a " * 5000}, "prompt"),
         ({"logit_bias": {"5": 1000}}, "logit_bias"),
         ({"presence_penalty": 3}, "presence_penalty"),
-        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
     ],
     ids=str,
 )
@@ -177,6 +177,67 @@ def test_errors(client, params, param):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(stream=stream, **asked)
         assert caught.value.param == param and caught.value.body["message"].startswith((f"{param}: ", f"{param}."))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_logprobs(client, sdk, params):
+    """What the server says of each token, whole and streamed, in the forms of both endpoints."""
+    wanted = sdk.generate(PROMPTS[1], ignore_eos=True, logprobs=3, **params)
+    own = [row[token] for row, token in zip(wanted.logprobs, wanted.token_ids, strict=True)]
+    values = pytest.approx([one["logprob"] for one in own], abs=1e-4)
+    [choice] = complete(client, PROMPTS[1], logprobs=3, **params).choices
+    chunks = list(complete(client, PROMPTS[1], logprobs=3, stream=True, **params))
+    for found in ([choice.logprobs], [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]):
+        assert [token for one in found for token in one.tokens] == [one["decoded_token"] for one in own]
+        assert [value for one in found for value in one.token_logprobs] == values
+        assert [offset for one in found for offset in one.text_offset] == wanted.text_offsets
+        tops = [set(top) for one in found for top in one.top_logprobs]
+        assert tops == [{one["decoded_token"] for one in row.values()} for row in wanted.logprobs]
+
+    prompt = "<｜begin▁of▁sentence｜><｜User｜>x<｜Assistant｜>"
+    wanted = sdk.generate(prompt, add_special_tokens=False, ignore_eos=True, logprobs=2, **params)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "extra_body": EXTENSIONS, **params}
+    [choice] = client.chat.completions.create(logprobs=True, top_logprobs=2, **asked).choices
+    own = [row[token] for row, token in zip(wanted.logprobs, wanted.token_ids, strict=True)]
+    assert [one.token for one in choice.logprobs.content] == [one["decoded_token"] for one in own]
+    for one in choice.logprobs.content:
+        assert "\ufffd" in one.token or bytes(one.bytes).decode() == one.token
+        assert len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+    [choice] = client.chat.completions.create(logprobs=True, **asked).choices
+    assert [one.top_logprobs for one in choice.logprobs.content] == [[]] * len(own)
+    assert client.chat.completions.create(**asked).choices[0].logprobs is None
+
+
+def response_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_format(client, stream):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, "漢字🙂"]}}, "required": ["a"]}
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "response_format": response_format(schema)}
+    answer = client.chat.completions.create(**asked, seed=3, stream=stream)
+    if stream:
+        texts = [chunk.choices[0].delta.content or "" for chunk in answer]
+        assert not any("\ufffd" in text for text in texts) and len(texts) > 2
+        text = "".join(texts)
+    else:
+        text = answer.choices[0].message.content
+    assert json.loads(text)["a"] in (1, "漢字🙂")
+
+
+def test_schema_that_is_refused(client):
+    asked = {"messages": [{"role": "user", "content": "x"}], "response_format": response_format({"not": {}})}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, **asked)
+    assert caught.value.body["message"].startswith("response_format.json_schema.not: got {}; allowed: ")
+    assert caught.value.param == "response_format"
+
+
+def test_greedy_with_top_p(client, sdk):
+    """OpenAI takes a filter at temperature 0, where it changes nothing."""
+    wanted = sdk.generate(PROMPTS[0], ignore_eos=True, **GREEDY).text
+    assert [choice.text for choice in complete(client, PROMPTS[0], top_p=0.5, n=2, **GREEDY).choices] == [wanted] * 2
 
 
 def test_disconnect(gateway, triton_server):

@@ -9,11 +9,22 @@ from contextlib import contextmanager
 import grpc
 import httpx
 import uvicorn
+from mtp_client.chat import ChatTemplate
 from mtp_client.gateway.app import Gateway, Settings
-from mtp_client.gateway.chat import ChatTemplate
 from test_client_grpc import answer, read
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+# What the templates of GLM and DeepSeek teach a model to write when it calls a tool.
+CALLS = {
+    "glm": [
+        "<think>hm</think>So:\n<tool_", "call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool", "_call>",
+    ],
+    "deepseek": [
+        "</think>So:\n<｜tool▁calls▁be",
+        "gin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{\"a\"", ": 1}<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ],
+}  # fmt: skip
 THINKING = ["<th", "ink>wh", "y</th", "ink>", "so", "\u2028 it is"]
 
 
@@ -52,7 +63,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         if prompt in errors:
             yield service_pb2.ModelStreamInferResponse(error_message=errors[prompt])
         else:
-            for text in THINKING:
+            for text in CALLS.get(prompt.split("|")[0], THINKING):
                 yield self.chunk(text)
             yield self.chunk("", "stop")
 

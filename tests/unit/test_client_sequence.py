@@ -1,4 +1,5 @@
 import asyncio
+import json
 import uuid
 
 import pytest
@@ -169,16 +170,76 @@ def test_second_loss_is_raised_and_the_step_can_be_asked_for_again():
 
 
 @both
-def test_lost_sequence_is_not_ended(fake):
-    server = fake(9, failures=[None, SequenceLost("gone")])
-    sequence = make(server)
-    with pytest.raises(SequenceLost):
-        run(server, sequence)
-    assert server.wire == [START, (1, False, False)]
-    if fake is FakeServer:
-        with pytest.raises(SequenceLost):
+@pytest.mark.parametrize("prompt", ["hi", [8, 9]], ids=repr)
+def test_lost_sequence_goes_on_from_its_tokens(fake, prompt):
+    """The START stands for the step that was asked for, and the steps are counted on."""
+    lost = SequenceLost("gone")
+    server = fake(3, failures=[None, None, lost, None, lost, None])
+    sequence = make(server, prompt, temperature=0.5)
+    run(server, sequence, break_after=3)
+    assert server.wire == [START, *[(step, False, False) for step in (1, 2)], START, (1, False, False), START, END]
+    starts = [request for request in server.requests if request.start]
+    name = "text_input" if isinstance(prompt, str) else "input_ids"
+    for start, generated in zip(starts, [None, [0, 1, 2, 3], [0, 1, 2, 3, 0, 1]], strict=True):
+        given = start.inputs.get("generated_ids")
+        assert (given if given is None else given.tolist()) == (generated and [generated])
+        assert start.inputs[name].tolist() == starts[0].inputs[name].tolist()
+        assert "draft_ids" not in start.inputs
+    [sampling] = {start.inputs["sampling_parameters"].item() for start in starts}
+    assert 0 <= json.loads(sampling)["seed"] < 2**63
+    assert [step.step for step in sequence.steps] == [0, 1, 2, 3]
+    assert [step.num_drafted for step in sequence.steps] == [0, 3, 0, 0]
+    assert len({request.sequence_id for request in server.requests}) == 1
+
+
+def test_appended_tokens_are_prompt_of_a_lost_sequence():
+    lost = SequenceLost("gone")
+    server = FakeServer(9, failures=[None, None, None, lost, None, lost])
+    with make(server, [8, 9]) as sequence:
+        sequence.step()
+        sequence.step(input_ids=[7])
+        sequence.step()
+        sequence.step(input_ids=[6], draft_ids=[5])
+        sequence.step()
+    _, third, fourth = [request.inputs for request in server.requests if request.start]
+    assert third["input_ids"].tolist() == [[8, 9, 0, 1, 7, 2, 3, 4, 5, 6]] and "generated_ids" not in third
+    assert fourth["input_ids"].tolist() == third["input_ids"].tolist() and fourth["generated_ids"].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "appended"), [([8, 9], {"text": "x"}), ("hi", {"text": "x"}), ("hi", {"input_ids": [7]})]
+)
+@pytest.mark.parametrize("pending", [False, True])
+def test_lost_for_good(prompt, appended, pending):
+    """Tokens that the client does not know cannot be given again; a lost sequence is not ended."""
+    lost = SequenceLost("gone")
+    server = FakeServer(9, failures=[None, lost] if pending else [None, None, lost])
+    with make(server, prompt) as sequence:
+        sequence.step()
+        for _ in range(2):
+            with pytest.raises(SequenceLost):
+                sequence.step(**appended)
+                sequence.step()
+    assert server.wire == [START, *[(step, False, False) for step in range(1, 2 if pending else 3)]]
+
+
+@both
+@pytest.mark.parametrize("error", [SequenceLost("started again"), InvalidArgument("unexpected input")])
+def test_a_start_that_fails_is_the_last(fake, error):
+    server = fake(9, failures=[None, SequenceLost("gone"), error])
+    with pytest.raises(type(error)):
+        run(server, make(server))
+    assert server.wire == [START, (1, False, False), START]
+
+
+def test_a_start_whose_answer_is_lost_is_repeated():
+    server = FakeServer(9, failures=[None, SequenceLost("gone"), Unavailable("x"), Unavailable("x"), None])
+    with make(server) as sequence:
+        sequence.step()
+        with pytest.raises(Unavailable):
             sequence.step()
-    assert len(server.requests) == 2
+        sequence.step()
+    assert server.wire == [START, (1, False, False), START, START, START, END]
 
 
 def test_refused_step_can_be_replaced():

@@ -48,6 +48,45 @@ def test_reasoning(client):
     assert client.completions.create(model="tiny", prompt="think").choices[0].text == "".join(THINKING)
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("form", ["glm", "deepseek"])
+def test_tools(server, form):
+    """Calls in the forms of both families, whole and streamed; the template sees the tools."""
+    template = "{{ messages[0].content }}|{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    template += "<think>" if form == "deepseek" else ""
+    asked = chat(form, tools=[ADD], tool_choice="auto")
+    server.requests.clear()
+    with running(server.url, template) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        [choice] = client.chat.completions.create(**asked).choices
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        untouched = client.chat.completions.create(**asked | {"tool_choice": "none"}).choices[0]
+    assert server.requests[0]["text_input"].item().decode().startswith(f"{form}|add")
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So:")
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "add", {"a": 1})
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    [[streamed]] = [delta.tool_calls for delta in deltas if delta.tool_calls]
+    assert (streamed.index, streamed.function) == (0, type(streamed.function)(**call.function.model_dump()))
+    assert "".join(delta.content or "" for delta in deltas) == "So:"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert untouched.finish_reason == "stop" and "call" in untouched.message.content
+
+
+def test_response_format_behind_the_reasoning(server):
+    """The structure holds behind the reasoning that the prompt opens."""
+    with running(server.url, "{{ messages[0].content }}<think>") as url:
+        for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}):
+            server.requests.clear()
+            assert post(url, "chat/completions", **chat("a", response_format=wanted)).status_code == 200
+            [request] = server.requests
+            structure = json.loads(request["sampling_parameters"].item())["structured_output"]
+            any_object = {"type": "object", "additionalProperties": True}
+            schema = {} if wanted["type"] == "json_schema" else any_object
+            assert structure == {"json_schema": schema, "reasoning_end": "</think>"}
+
+
 def test_prompt_that_opens_the_reasoning(server):
     with running(server.url, "{{ messages[0].content }}<think>\n") as url:
         message = post(url, "chat/completions", **chat("a")).json()["choices"][0]["message"]

@@ -7,6 +7,7 @@ from mtp_client.gateway.errors import ApiError, from_server
 from mtp_client.gateway.fields import Passed, Refused
 
 TABLES = {"prompt": fields.COMPLETION, "messages": fields.CHAT}
+TOOL = {"type": "function", "function": {"name": "a"}}
 BASE = {"prompt": {"model": "m", "prompt": "a"}, "messages": {"model": "m", "messages": [{}]}}
 
 
@@ -78,6 +79,47 @@ def test_refused(given, param):
     assert error.body["error"] == {
         "message": str(error), "type": "invalid_request_error", "param": param, "code": error.code,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ],
+)
+def test_refused_in_chats(given, param):
+    error = refusal("messages", **given)
+    assert (error.status, error.param) == (400, param) and str(error).startswith(f"{param}: got ")
+
+
+def test_what_becomes_of_chat_fields():
+    assert "logprobs" not in read("messages", logprobs=False, top_logprobs=0).sampling
+    assert read("messages", logprobs=True).sampling["logprobs"] == 0
+    asked = read("messages", logprobs=True, top_logprobs=3)
+    assert asked.sampling["logprobs"] == 3
+    assert from_server(InvalidArgument("logprobs: got 3; allowed: x"), asked.names).param == "top_logprobs"
+    assert "structured_output" not in read("messages", response_format={"type": "text"}).sampling
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
+    asked = read("messages", response_format=wanted)
+    assert asked.sampling["structured_output"] == {"json_schema": {"not": {}}}
+    error = from_server(InvalidArgument("structured_output.json_schema.not: got {}; allowed: x"), asked.names)
+    assert str(error) == "response_format.json_schema.not: got {}; allowed: x"
+    assert read("messages", tools=[TOOL], parallel_tool_calls=True).tools == [TOOL]
+    assert not read("messages", tools=[TOOL], tool_choice="none").tools
+    assert not read("messages", parallel_tool_calls=False).tools
 
 
 def test_refused_chats():

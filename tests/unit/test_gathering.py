@@ -84,7 +84,3 @@ def test_one_client_waits_for_nothing_but_the_engine():
     batch, seconds = steady(1, lambda size: 0.005)
     assert batch == 1
     assert seconds == pytest.approx(0.005, abs=0.0002)
-
-
-def test_a_silent_client_holds_others_up_for_two_batches_at_most(clock):
-    pass

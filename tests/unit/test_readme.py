@@ -9,7 +9,8 @@ from mtp_backend import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TENSOR = re.compile(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ (-?\d+) \]')
+TENSORS = README + (ROOT / "docs" / "requests.md").read_text(encoding="utf-8")
+TENSOR = re.compile(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ (-?\d+(?:, -?\d+)*) \]')
 
 
 def configured(model: str, batched: bool) -> list[tuple[str, str]]:
@@ -17,17 +18,22 @@ def configured(model: str, batched: bool) -> list[tuple[str, str]]:
     config = (ROOT / "model_repository" / "templates" / model / "config.pbtxt").read_text()
     found = TENSOR.findall(config)
     assert len(found) == config.count("data_type"), "a tensor that this test cannot read"
-    return [(name, f"{kind} [{'1, ' if batched else ''}{size.replace('-1', 'n')}]") for name, kind, size in found]
+    # Of two dimensions that are open in the configuration the first is 1 on the wire.
+    sizes = [size.replace("-1, -1", "1, n").replace("-1", "n") for _, _, size in found]
+    return [
+        (name, f"{kind} [{'1, ' if batched else ''}{size}]") for (name, kind, _), size in zip(found, sizes, strict=True)
+    ]
 
 
 def documented() -> set[tuple[str, str]]:
     """(name, "TYPE [shape]") of every table row."""
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\w+ \[[^\]]+\]) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (\w+ \[[^\]]+\]) \|", TENSORS, re.MULTILINE)
     return {(name, kind) for names, kind in rows for name in re.findall(r"\w+", names)}
 
 
 @pytest.mark.parametrize(
-    ("model", "batched"), [("main", True), ("draft", True), ("speculative", True), ("generate", False)]
+    ("model", "batched"),
+    [("main", True), ("draft", True), ("speculative", True), ("generate", False), ("ensemble", False)],
 )
 def test_every_tensor_is_documented(model, batched):
     missing = [tensor for tensor in configured(model, batched) if tensor not in documented()]
@@ -35,7 +41,7 @@ def test_every_tensor_is_documented(model, batched):
 
 
 def test_no_other_tensor_is_documented():
-    models = {"main": True, "draft": True, "speculative": True, "generate": False}
+    models = {"main": True, "draft": True, "speculative": True, "generate": False, "ensemble": False}
     known = {tensor for model, batched in models.items() for tensor in configured(model, batched)}
     assert documented() <= known
 

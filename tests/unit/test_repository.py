@@ -46,8 +46,15 @@ def test_create(tmp_path, capsys, file):
     assert capsys.readouterr().out == f"{output}\n"
     config = EngineConfig.from_json(output / "engine.json")
     assert Path(config.model).is_absolute() and Path(config.model).name == file.stem
-    assert {path.name for path in output.iterdir()} == {"engine.json", "main", "draft", "generate", "speculative"}
-    for model in ("main", "draft", "generate", "speculative"):
+    assert {path.name for path in output.iterdir()} == {
+        "engine.json",
+        "main",
+        "draft",
+        "generate",
+        "ensemble",
+        "speculative",
+    }
+    for model in ("main", "draft", "generate", "ensemble", "speculative"):
         assert (output / model / "1").is_dir()
         assert "${" not in (output / model / "config.pbtxt").read_text()
     assert [path.name for path in output.parent.iterdir()] == ["repository"]
@@ -165,7 +172,7 @@ def test_template(file):
     code = re.sub(r"#.*", "", text)
     assert "control_input" not in code and "CORRID" not in code
     assert "KIND_GPU" not in code
-    if "ensemble" not in code:
+    if 'platform: "ensemble"' not in code:
         assert "kind: KIND_CPU" in code and 'backend: "mtp"' in code
 
 
@@ -182,12 +189,21 @@ def test_ensemble_matches_its_models():
     config = {file.parent.name: file.read_text() for file in CONFIGS}
     ensemble = config["speculative"]
     inputs, outputs = tensors(ensemble, "input"), tensors(ensemble, "output")
-    assert len(inputs) == 5 and len(outputs) == 7
+    assert len(inputs) == 6 and len(outputs) == 7
     assert not inputs.keys() & outputs.keys()
     assert inputs == tensors(config["main"], "input")
     models = tensors(config["main"], "output") | {"next_draft_ids": ("TYPE_INT64", "-1")}
     assert outputs == {name: models[name] for name in outputs}
     assert '"next_draft_ids" data_type: TYPE_INT64 dims: [ -1 ]' in config["draft"]
+
+
+def test_both_forms_of_generate():
+    """The model with TensorRT-LLM's wire shapes takes and gives what `generate` does, and says which prompt it is."""
+    generate, ensemble = ((TEMPLATES / model / "config.pbtxt").read_text() for model in ("generate", "ensemble"))
+    assert "max_batch_size: 0" in generate and "max_batch_size: 1" in ensemble
+    assert tensors(ensemble, "input") == tensors(generate, "input")
+    which = dict.fromkeys(("batch_index", "sequence_index"), ("TYPE_INT32", "1"))
+    assert tensors(ensemble, "output") == tensors(generate, "output") | which
 
 
 def test_same_sequence_settings():

@@ -86,14 +86,24 @@ class EngineTotals:
 
     Attributes:
         num_generated_tokens: committed tokens, accepted drafts among them.
-        num_target_passes: device batches of the target network.
+        num_steps: passes of the target.
+        num_step_sequences: sequences that took part in them, over all of them.
+        num_step_tokens: tokens that were fed, drafts among them, over all of them.
         seconds: time of all steps, those over prompts included.
     """
 
     num_generated_tokens: int = 0
-    num_target_passes: int = 0
+    num_steps: int = 0
+    num_step_sequences: int = 0
+    num_step_tokens: int = 0
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
     seconds: StepSeconds = field(default_factory=StepSeconds)
+
+    def record_step(self, num_sequences: int, num_tokens: int) -> None:
+        """Counts one pass of the target."""
+        self.num_steps += 1
+        self.num_step_sequences += num_sequences
+        self.num_step_tokens += num_tokens
 
     @property
     def seconds_per_token(self) -> StepSeconds:

@@ -205,13 +205,31 @@ class Engine:
             output = sequence.token_ids[start:num_tokens]
             del sequence.token_ids[start:]
             self._begin_output(sequence)
-            commit(sequence, output, self.rules)
-            sequence.thinking = self._verifier.thinks_after(output, sequence.thinking)
+            self.restore(sequence, output)
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks at once."""
         self._draft_requests = [requested for requested in self._draft_requests if requested is not sequence]
         self.scheduler.remove(sequence)
+
+    def restore(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Gives a new sequence the output that an engine had made of the same request: it goes on as that one did.
+
+        Raises:
+            InvalidArgument: a token id outside the vocabulary, tokens that the request cannot have given, or no room
+                for another one.
+        """
+        self.check_tokens("generated_ids", token_ids)
+        try:
+            taken = commit(sequence, token_ids, self.rules)
+        except RuntimeError as error:
+            raise InvalidArgument("generated_ids", token_ids, f"tokens that this request gives ({error})") from None
+        if sequence.finish_reason:
+            ended = f"tokens of a text that goes on; it ends with token {len(taken)}"
+            raise InvalidArgument("generated_ids", f"{len(token_ids)} tokens", ended)
+        sequence.thinking = self._verifier.thinks_after(taken, sequence.thinking)
+        if sequence.text is not None:
+            sequence.text.take(final=False)
 
     def append(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Appends a client's tokens to the text of a paced sequence, which goes on even if it had ended.
@@ -272,9 +290,9 @@ class Engine:
         self._stopwatch.managed()
         outputs = []
         if batch:
+            self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
-            self.totals.num_target_passes += 1
             drawing = [share for share in batch if share.samples]
             verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
             self._stopwatch.verified()

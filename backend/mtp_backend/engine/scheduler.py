@@ -67,6 +67,11 @@ class Scheduler:
         """Sequences that want to take part and do not yet."""
         return len(self._waiting)
 
+    @property
+    def num_paused(self) -> int:
+        """Sequences whose client has not asked for the next step."""
+        return len(self._paused)
+
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence, or one that was paused, into the waiting line."""
         self._paused.pop(sequence, None)

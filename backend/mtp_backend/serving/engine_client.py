@@ -39,6 +39,16 @@ class Reply(Protocol):
         """Whether the client has withdrawn the request."""
 
 
+class StatsTaker(Protocol):
+    """Who wants to know about the engine's work."""
+
+    def take(self, stats: Stats) -> None:
+        """Takes what the engine tells about once a second."""
+
+    def restarted(self) -> None:
+        """The engine was started again."""
+
+
 class EngineClient:
     """Sends requests to the engine and gives its answers to their `Reply`, from a thread of its own.
 
@@ -47,7 +57,7 @@ class EngineClient:
     Args:
         config: the engine configuration file, which also names the rendezvous.
         server_pid: the inference server; the engine ends with it.
-        take_stats: is called with what the engine tells about its work, from a thread of its own; None: not wanted.
+        metrics: takes what the engine tells about its work, from a thread of its own; None: not wanted.
 
     Attributes:
         max_model_len: the engine's longest sequence, prompt and output together, in tokens.
@@ -58,12 +68,12 @@ class EngineClient:
 
     max_model_len: int
 
-    def __init__(self, config: Path, server_pid: int, take_stats: Callable[[Stats], None] | None = None) -> None:
+    def __init__(self, config: Path, server_pid: int, metrics: StatsTaker | None = None) -> None:
         self._config = config
         self._server_pid = server_pid
         self._rendezvous = Rendezvous.of_server(server_pid, config)
-        self._take_stats = take_stats
-        self._stats: queue.SimpleQueue[Stats] = queue.SimpleQueue()
+        self._metrics = metrics
+        self._stats: queue.SimpleQueue[Stats | None] = queue.SimpleQueue()  # None: the engine was started again
         self._numbers = itertools.count()
         self._open: dict[int, Reply] = {}
         self._lock = threading.Lock()
@@ -119,7 +129,7 @@ class EngineClient:
         name = uuid.uuid4().bytes
         commands = _socket(name + b"c", self._rendezvous.address)
         answers = _socket(name + b"r", self._rendezvous.address)
-        answers.send(messages.encode([Hello(os.getpid(), self._take_stats is not None)]))
+        answers.send(messages.encode([Hello(os.getpid(), self._metrics is not None)]))
         poller = zmq.Poller()
         poller.register(answers, zmq.POLLIN)
         poller.register(engine, zmq.POLLIN)
@@ -186,6 +196,8 @@ class EngineClient:
                 os._exit(1)  # nobody else ends this process: the server was killed
             try:
                 self._answers, self._engine = self._connect()
+                if self._metrics is not None:
+                    self._stats.put(None)
                 return True
             except (MtpError, OSError) as error:
                 log.error("the engine does not start: %s", error)
@@ -200,7 +212,11 @@ class EngineClient:
         told: set[int] = set()
         while not self._closing.wait(CANCEL_POLL_SECONDS):
             with suppress(queue.Empty):
-                self._take_stats(self._stats.get_nowait())  # none come unless they are wanted
+                stats = self._stats.get_nowait()  # none come unless they are wanted
+                if stats is None:
+                    self._metrics.restarted()
+                else:
+                    self._metrics.take(stats)
             with self._lock:
                 pending = list(self._open.items())
             told &= {number for number, _ in pending}

@@ -18,7 +18,7 @@ import zmq
 
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine, StepOutput
-from mtp_backend.engine.sequence import Sequence
+from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
@@ -34,10 +34,12 @@ from mtp_backend.serving.messages import (
     Hello,
     Message,
     Propose,
+    RequestTimes,
     Step,
     Welcome,
 )
 from mtp_backend.serving.rendezvous import Rendezvous
+from mtp_backend.serving.request_times import RequestClock
 from mtp_backend.serving.session import Address
 from mtp_backend.serving.sessions import Sessions
 from mtp_backend.serving.statistics import Statistics
@@ -54,6 +56,7 @@ class Generation:
 
     address: Address
     message: Generate
+    clock: RequestClock
     sent: int = 0
 
 
@@ -137,7 +140,7 @@ class EngineProcess:
             elif isinstance(message, Step):
                 self._sessions.refuse(address, message, error)
             else:
-                self._send(address, Failed(message.request, error.code, str(error)))
+                self._refuse(address, message, error)
 
     def _handle(self, address: Address, message: Message) -> None:
         match message:
@@ -166,10 +169,14 @@ class EngineProcess:
             params = SamplingParams.from_dict(message.params)
             sequence = self._engine.new_sequence(message.token_ids, params)
         except MtpError as error:
-            self._send(address, Failed(message.request, error.code, str(error)))
+            self._refuse(address, message, error)
             return
-        self._generations[sequence] = Generation(address, message)
+        self._generations[sequence] = Generation(address, message, RequestClock(time.monotonic()))
         self._engine.add(sequence)
+
+    def _refuse(self, address: Address, message: Generate, error: MtpError) -> None:
+        self._send(address, Failed(message.request, error.code, str(error)))
+        self._statistics.ended(RequestTimes("error"))
 
     def _cancel(self, address: Address, request: int) -> None:
         if self._compilations.withdraw(address, request):
@@ -180,6 +187,7 @@ class EngineProcess:
                 del self._generations[sequence]
                 self._engine.remove(sequence)
                 self._fail_cancelled(address, request)
+                self._statistics.ended(RequestTimes("cancelled"))
                 return
         self._sessions.cancel(address, request)
 
@@ -194,27 +202,32 @@ class EngineProcess:
         return self._gathering.seconds_left(not self._generations and self._sessions.expects_more)
 
     def _step(self) -> None:
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception:
             log.exception("a step failed; the requests that were running end")
             self._fail_all(MtpError("a step of the engine failed; see the server's log"))
             return
+        for sequence, generation in self._generations.items():
+            if generation.clock.started is None and sequence.status is not Status.WAITING:
+                generation.clock.started = start
         for output in outputs:
             if output.sequence in self._generations:
                 self._deliver(output)
             else:
                 self._sessions.deliver(output)
         self._sessions.end_batch()
-        self._gathering.stepped(time.monotonic() - started)
+        self._gathering.stepped(time.monotonic() - start)
 
     def _deliver(self, output: StepOutput) -> None:
         sequence = output.sequence
         generation = self._generations[sequence]
         final = bool(sequence.finish_reason)
+        generation.clock.tokens(time.monotonic())
         if final:
             del self._generations[sequence]
+            self._statistics.ended(generation.clock.times(sequence.finish_reason, sequence.num_generated))
         elif not generation.message.stream:
             return
         text = sequence.text.take(final)
@@ -246,6 +259,7 @@ class EngineProcess:
         for sequence, generation in list(self._generations.items()):
             self._engine.remove(sequence)
             self._send(generation.address, Failed(generation.message.request, error.code, str(error)))
+            self._statistics.ended(RequestTimes("error"))
         self._generations.clear()
         self._sessions.fail_all(error)
 
@@ -258,6 +272,7 @@ class EngineProcess:
         for sequence in [s for s, generation in self._generations.items() if generation.address == address]:
             del self._generations[sequence]
             self._engine.remove(sequence)
+            self._statistics.ended(RequestTimes("cancelled"))
         self._compilations.withdraw(address)
         if address == self._stats_role:
             self._stats_role = None
@@ -328,7 +343,9 @@ def main() -> None:
     )
     process.run()
     socket.close()
+    zmq.Context.instance().term()  # waits for the last answers, at most the socket's linger time
     rendezvous.withdraw()
+    os._exit(0)  # the interpreter would free networks and libraries piece by piece first, which takes seconds
 
 
 def _check_served(config: EngineConfig) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-LONGEST_SECONDS = 0.002
-LONGEST_SHARE = 0.2  # of the time of the last batch
+LONGEST_SECONDS = 0.005
+LONGEST_SHARE = 0.25  # of the time of the last batch
 
 
 class Gathering:

@@ -53,6 +53,7 @@ class Step(Message):
     draft_ids: list[int] | None
     step: int | None
     params: dict[str, Any] | None
+    generated_ids: list[int] | None = None
 
 
 class Propose(Message):
@@ -138,24 +139,52 @@ class Proposed(Message):
     final = True
 
 
-class Stats(Message):
+class RequestTimes(msgspec.Struct, array_like=True):
+    """What came of a request of `generate` and how long it took, in seconds.
+
+    Attributes:
+        finish_reason: as in its answer, or "cancelled" or "error"; then it has no times.
+        queue: until it took part in a step.
+        first_token: until its first tokens.
+        inter_token: a token's share of the time behind the first tokens; None with one token.
+        longest_gap: the longest wait for tokens behind the first ones; None with one token.
+        total: until its last token.
+    """
+
+    finish_reason: str
+    queue: float | None = None
+    first_token: float | None = None
+    inter_token: float | None = None
+    longest_gap: float | None = None
+    total: float | None = None
+
+
+class Stats(Message, kw_only=True):
     """What the engine did since its last Stats, to whichever role, and how it stands; about once a second.
 
-    `accepted_per_pos`: accepted drafts at positions 0 … k − 1.
+    Attributes:
+        accepted_per_pos: accepted drafts at positions 0 … k − 1.
+        num_steps, num_step_sequences, num_step_tokens: passes of the target, and what they held.
+        requests: those of `generate` that ended.
     """
 
     num_generated_tokens: int
-    num_target_passes: int
+    num_steps: int
+    num_step_sequences: int
+    num_step_tokens: int
     num_spec_steps: int
     num_draft_tokens: int
+    num_lossy_draft_tokens: int
     accepted_per_pos: list[int]
     draft_seconds: float
     verify_seconds: float
     manage_seconds: float
     num_running: int
     num_waiting: int
+    num_paused: int
     num_blocks_used: int
     num_blocks: int
+    requests: list[RequestTimes]
 
 
 class Failed(Message):

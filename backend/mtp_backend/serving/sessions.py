@@ -151,6 +151,8 @@ class Sessions:
         sequence = self._engine.new_sequence(
             message.token_ids, params, paced=True, with_text=self._engine.tokenizer is not None
         )
+        if message.generated_ids:
+            self._engine.restore(sequence, message.generated_ids)
         if message.sequence in self._sessions:
             self._end(message.sequence, Cancelled("sequence lost: it was started again"))
         self._make_room()
@@ -168,6 +170,8 @@ class Sessions:
         session.sequence.last_used = self._clock()
         if message.params is not None:
             raise InvalidArgument("sampling_parameters", message.params, "only on the START of a sequence")
+        if message.generated_ids is not None:
+            raise InvalidArgument("generated_ids", message.generated_ids, "only on the START of a sequence")
         number = session.next_step if message.step is None else message.step
         if number == -1 and message.end:
             self._send(address, session.ended(message.request))
@@ -207,8 +211,6 @@ class Sessions:
         session.taken_back = True
         session.ahead = None
         self._engine.take_back(sequence, session.answer.sequence_length)
-        if sequence.text is not None:
-            sequence.text.take(final=False)  # the client has it
         sequence.draft_ids, sequence.draft_probs = session.drafts
 
     def _propose(self, session: Session, address: Address, message: Propose) -> None:

@@ -29,6 +29,11 @@ def array(request: Any, name: str) -> np.ndarray | None:
     return None if tensor is None else tensor.as_numpy().reshape(-1)
 
 
+def inputs(request: Any) -> dict[str, np.ndarray]:
+    """All inputs of a request, each as a flat array."""
+    return {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
+
+
 def integers(request: Any, name: str) -> list[int] | None:
     """An integer input of any length."""
     values = array(request, name)
@@ -42,17 +47,14 @@ def scalar(request: Any, name: str) -> Any | None:
         InvalidArgument: another number of values, or bytes that are not UTF-8.
     """
     values = array(request, name)
-    if values is None:
-        return None
+    return None if values is None else one(name, values)
+
+
+def one(name: str, values: np.ndarray) -> Any:
+    """The one value of a flat array, as `scalar` gives it."""
     if values.size != 1:
         raise InvalidArgument(name, f"{values.size} values", "1 value")
     return text(name, values[0]) if values.dtype == object else values[0].item()
-
-
-def texts(request: Any, name: str) -> list[str] | None:
-    """A text input of any length."""
-    values = array(request, name)
-    return None if values is None else [text(name, value) for value in values]
 
 
 def text(name: str, value: bytes | str) -> str:

@@ -9,9 +9,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
 from mtp_client.errors import MtpError
+from mtp_client.gateway import logprobs
 from mtp_client.gateway.errors import ApiError
 from mtp_client.gateway.generation import Run
 from mtp_client.gateway.reasoning import ReasoningSplitter
+from mtp_client.gateway.tools import ToolCallSplitter
+from mtp_client.types import Chunk
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -23,10 +26,10 @@ class Choice(Protocol):
     object: str  # kind of the answer
     chunk_object: str  # kind of an event
 
-    def delta(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def delta(self, chunk: Chunk) -> dict[str, Any]:
         """What a run adds to a streamed answer."""
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def whole(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """The finished generation."""
 
 
@@ -35,43 +38,65 @@ class CompletionChoice:
 
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def delta(self, text: str, finish_reason: str) -> dict[str, Any]:
-        return self.whole(text, finish_reason)
+    def delta(self, chunk: Chunk) -> dict[str, Any]:
+        return self.whole([chunk])
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
-        return {"text": text, "logprobs": None, "finish_reason": finish_reason or None}
+    def whole(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        text = "".join(chunk.text for chunk in chunks)
+        reason = chunks[-1].finish_reason or None
+        return {"text": text, "logprobs": logprobs.of_completion(chunks), "finish_reason": reason}
 
 
 class ChatChoice:
-    """A choice of /v1/chat/completions. `thinking`: its text begins as reasoning."""
+    """A choice of /v1/chat/completions.
+
+    `thinking`: its text begins as reasoning. `tools`: those that it may call.
+    `top_logprobs`: most likely tokens beside each own one, where the request asks for any.
+    """
 
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, thinking: bool) -> None:
-        self._splitter = ReasoningSplitter(thinking)
+    def __init__(self, thinking: bool, tools: list[dict[str, Any]], top_logprobs: int) -> None:
+        self._reasoning = ReasoningSplitter(thinking)
+        self._tools = ToolCallSplitter(tools) if tools else None
+        self._top_logprobs = top_logprobs
         self._begun = False
 
-    def delta(self, text: str, finish_reason: str) -> dict[str, Any]:
-        reasoning, content = self._split(text, final=bool(finish_reason))
+    def delta(self, chunk: Chunk) -> dict[str, Any]:
+        reasoning, content, calls = self._split(chunk.text, final=bool(chunk.finish_reason))
         delta: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": ""}
         self._begun = True
         if reasoning:
             delta["reasoning_content"] = reasoning
         if content:
             delta["content"] = content
-        return {"delta": delta, "logprobs": None, "finish_reason": finish_reason or None}
+        if calls:
+            delta["tool_calls"] = calls
+        return {"delta": delta, **self._end([chunk])}
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
-        reasoning, content = self._split(text, final=True)
-        message = {"role": "assistant", "content": content, "reasoning_content": reasoning or None}
-        return {"message": message, "logprobs": None, "finish_reason": finish_reason}
+    def whole(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        reasoning, content, calls = self._split("".join(chunk.text for chunk in chunks), final=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "reasoning_content": reasoning or None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in calls]
+        return {"message": message, **self._end(chunks)}
 
-    def _split(self, text: str, final: bool) -> tuple[str, str]:
-        reasoning, content = self._splitter.feed(text)
+    def _end(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        reason = chunks[-1].finish_reason or None
+        if reason == "stop" and self._tools is not None and self._tools.has_called:
+            reason = "tool_calls"
+        return {"logprobs": logprobs.of_chat(chunks, self._top_logprobs), "finish_reason": reason}
+
+    def _split(self, text: str, final: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        reasoning, content = self._reasoning.feed(text)
         if final:
-            more_reasoning, more_content = self._splitter.finish()
-            return reasoning + more_reasoning, content + more_content
-        return reasoning, content
+            more_reasoning, more_content = self._reasoning.finish()
+            reasoning, content = reasoning + more_reasoning, content + more_content
+        if self._tools is None:
+            return reasoning, content, []
+        content, calls = self._tools.feed(content)
+        return reasoning, content + (self._tools.finish() if final else ""), calls
 
 
 class Usage:
@@ -125,8 +150,7 @@ class Answer:
             self._usage.add(run)
         choices = []
         for index, (choice, own) in enumerate(zip(self._choices, emitted, strict=True)):
-            text = "".join(run.chunk.text for run in own)
-            choices.append(self._choice(index, choice.whole(text, own[-1].chunk.finish_reason), own))
+            choices.append(self._choice(index, choice.whole([run.chunk for run in own]), own))
         return {**self._head, "object": self._object, "choices": choices, "usage": self._usage.object()}
 
     async def events(
@@ -142,7 +166,7 @@ class Answer:
             run: Run | None = first
             while run is not None:
                 self._usage.add(run)
-                delta = self._choices[run.choice].delta(run.chunk.text, run.chunk.finish_reason)
+                delta = self._choices[run.choice].delta(run.chunk)
                 yield self._event([self._choice(run.choice, delta, [run])], usage)
                 run = await anext(rest, None)
         except MtpError as error:

@@ -17,14 +17,14 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from mtp_client.aio import AsyncClient
-from mtp_client.errors import MtpError
-from mtp_client.gateway import fields
+from mtp_client.chat import ChatTemplate
+from mtp_client.errors import InvalidArgument, MtpError
+from mtp_client.gateway import checks, fields
 from mtp_client.gateway.answers import Answer, ChatChoice, Choice, CompletionChoice
-from mtp_client.gateway.chat import ChatTemplate
 from mtp_client.gateway.connection import EventStream, is_loopback, read_json, while_connected
 from mtp_client.gateway.errors import ApiError, from_server, invalid
 from mtp_client.gateway.generation import runs
-from mtp_client.gateway.reasoning import OPEN
+from mtp_client.gateway.reasoning import CLOSE, OPEN
 
 _HEALTH_S = 5.0  # for the server to say that it is ready
 _PAGE = Path(__file__).parent / "page"
@@ -114,9 +114,19 @@ class Gateway:
         if self._settings.template is None:
             message = "the checkpoint has no chat template: start the gateway with --tokenizer DIR or "
             raise ApiError(400, message + "--chat-template FILE, or use /v1/completions", code="no_chat_template")
-        prompt = self._settings.template.render(asked.own["messages"], asked.own.get("chat_template_kwargs", {}))
+        try:
+            variables = asked.own.get("chat_template_kwargs", {})
+            prompt = self._settings.template.render(asked.own["messages"], variables, asked.tools)
+        except InvalidArgument as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
         thinking = prompt.rstrip().endswith(OPEN)
-        return await self._answer(request, asked, [prompt], lambda: ChatChoice(thinking), add_special_tokens=False)
+        if thinking and "structured_output" in asked.sampling:
+            asked.sampling["structured_output"]["reasoning_end"] = CLOSE
+
+        def make_choice() -> ChatChoice:
+            return ChatChoice(thinking, asked.tools, asked.own.get("top_logprobs", 0))
+
+        return await self._answer(request, asked, [prompt], make_choice, add_special_tokens=False)
 
     def _authorise(self, request: Request) -> None:
         if not self._settings.api_key:
@@ -148,8 +158,8 @@ class Gateway:
         *,
         add_special_tokens: bool,
     ) -> Response:
-        if len(prompts) * asked.n > fields.MAX_CHOICES:
-            raise invalid("n", asked.n, f"at most {fields.MAX_CHOICES} generations, prompts times n")
+        if len(prompts) * asked.n > checks.MAX_CHOICES:
+            raise invalid("n", asked.n, f"at most {checks.MAX_CHOICES} generations, prompts times n")
         streams = [
             self._client.stream(
                 prompt,

@@ -7,8 +7,8 @@ import os
 
 import uvicorn
 
+from mtp_client import chat
 from mtp_client.errors import InvalidArgument
-from mtp_client.gateway import chat
 from mtp_client.gateway.app import Gateway, Settings
 from mtp_client.gateway.connection import is_loopback
 from mtp_client.transports import default_url

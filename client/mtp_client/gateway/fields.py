@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_client.gateway import checks
 from mtp_client.gateway.errors import ApiError, invalid
 
-MAX_CHOICES = 64  # generations of one request: prompts times n
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat goes on to its end
 
 
@@ -41,54 +42,12 @@ class Refused:
 Field = Passed | Own | Label | Refused
 
 
-def _boolean(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise invalid(name, value, "true or false")
-
-
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise invalid(name, value, "a text")
-
-
-def _object(name: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise invalid(name, value, "a JSON object")
-
-
-def _number_of_choices(name: str, value: Any) -> None:
-    if type(value) is not int or not 1 <= value <= MAX_CHOICES:
-        raise invalid(name, value, f"an integer in 1 … {MAX_CHOICES}")
-
-
-def _prompts(name: str, value: Any) -> None:
-    several = [value] if isinstance(value, str) else value
-    if not isinstance(several, list) or not 1 <= len(several) <= MAX_CHOICES:
-        raise invalid(name, value, f"a text, or a list of 1 … {MAX_CHOICES} texts")
-    for prompt in several:
-        if not isinstance(prompt, str):
-            raise invalid(name, prompt, "texts; token ids are not supported")
-
-
-def _messages(name: str, value: Any) -> None:
-    if not isinstance(value, list) or not value:
-        raise invalid(name, value, "a list of at least one message")
-
-
-def _stream_options(name: str, value: Any) -> None:
-    _object(name, value)
-    for key, item in value.items():
-        if key != "include_usage":
-            raise invalid(f"{name}.{key}", item, "nothing: only include_usage is supported")
-        _boolean(f"{name}.{key}", item)
-
-
 _COMMON: dict[str, Field] = {
-    "model": Own(_text),
-    "stream": Own(_boolean),
-    "stream_options": Own(_stream_options),
-    "n": Own(_number_of_choices),
-    "return_speculation": Own(_boolean),  # extension: tokens, offsets and accepted drafts of each answer
+    "model": Own(checks.text),
+    "stream": Own(checks.boolean),
+    "stream_options": Own(checks.stream_options),
+    "n": Own(checks.number_of_choices),
+    "return_speculation": Own(checks.boolean),  # extension: tokens, offsets and accepted drafts of each answer
     "temperature": Passed("temperature"),
     "top_p": Passed("top_p"),
     "top_k": Passed("top_k"),  # extension
@@ -101,25 +60,25 @@ _COMMON: dict[str, Field] = {
     "frequency_penalty": Passed("frequency_penalty"),
     "repetition_penalty": Passed("repetition_penalty"),  # extension
     "logit_bias": Passed("logit_bias"),
-    "response_format": Refused(({"type": "text"},)),
+    "response_format": Own(checks.response_format),
     "user": Label(),
 }
 COMPLETION: dict[str, Field] = _COMMON | {
-    "prompt": Own(_prompts),
-    "logprobs": Refused(),
+    "prompt": Own(checks.prompts),
+    "logprobs": Passed("logprobs"),
     "best_of": Refused((1,)),
     "echo": Refused((False,)),
     "suffix": Refused(("",)),
 }
 CHAT: dict[str, Field] = _COMMON | {
-    "messages": Own(_messages),
-    "chat_template_kwargs": Own(_object),  # extension: variables of the chat template
+    "messages": Own(checks.messages),
+    "chat_template_kwargs": Own(checks.object),  # extension: variables of the chat template
     "max_completion_tokens": Passed("max_tokens"),
-    "logprobs": Refused((False,)),
-    "top_logprobs": Refused((0,)),
-    "tools": Refused(([],)),
-    "tool_choice": Refused(("none", "auto")),
-    "parallel_tool_calls": Refused((True, False)),  # without tools they mean the same
+    "logprobs": Own(checks.boolean),
+    "top_logprobs": Own(checks.count),
+    "tools": Own(checks.tools),
+    "tool_choice": Own(checks.tool_choice),
+    "parallel_tool_calls": Own(checks.boolean),
     "functions": Refused(([],)),
     "function_call": Refused(("none", "auto")),
     "reasoning_effort": Refused(),
@@ -161,6 +120,11 @@ class Request:
     def include_usage(self) -> bool:
         return self.own.get("stream_options", {}).get("include_usage", False)
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Those that the model may call."""
+        return self.own.get("tools", []) if self.own.get("tool_choice") != "none" else []
+
     def seeded(self, choice: int) -> dict[str, Any]:
         """The parameters of one of the n choices: its seed is the request's plus its number."""
         seed = self.sampling.get("seed")
@@ -198,7 +162,26 @@ def read(body: Any, fields: Mapping[str, Field], required: str) -> Request:
             raise ApiError(400, f"{name}: missing", param=name, code="missing_required_parameter")
     if "stream_options" in own and not own.get("stream"):
         raise invalid("stream_options", own["stream_options"], "only together with stream: true")
+    if own.get("parallel_tool_calls") is False and own.get("tools"):
+        raise invalid("parallel_tool_calls", False, "true together with tools: the model decides")
+    _log_probabilities(own, sampling, names)
+    _structure(own, sampling, names)
     sampling.setdefault("temperature", 1.0)  # OpenAI's default; the server's own is 0
     if required == "prompt":
         sampling.setdefault("max_tokens", _COMPLETION_MAX_TOKENS)
     return Request(own, sampling, names)
+
+
+def _log_probabilities(own: dict[str, Any], sampling: dict[str, Any], names: dict[str, str]) -> None:
+    """A chat asks for them, and for how many, by two fields."""
+    if own.get("top_logprobs") and not own.get("logprobs"):
+        raise invalid("top_logprobs", own["top_logprobs"], "only together with logprobs: true")
+    if own.get("logprobs"):
+        sampling["logprobs"], names["logprobs"] = own.get("top_logprobs", 0), "top_logprobs"
+
+
+def _structure(own: dict[str, Any], sampling: dict[str, Any], names: dict[str, str]) -> None:
+    wanted = own.get("response_format", {"type": "text"})
+    if wanted["type"] != "text":
+        schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else _ANY_OBJECT
+        sampling["structured_output"], names["structured_output"] = {"json_schema": schema}, "response_format"

@@ -53,11 +53,12 @@ class MainRole(Role):
         if text:
             token_ids = self.tokenize("text_input", text, start=start)
         draft_ids = triton_io.integers(request, "draft_ids")
+        generated_ids = triton_io.integers(request, "generated_ids")
         step = triton_io.scalar(request, "step")
         parameters = triton_io.scalar(request, "sampling_parameters")
         params = triton_io.json_object("sampling_parameters", parameters) if parameters else None
         SamplingParams.from_dict(params or {})
         return (
-            lambda number: Step(number, sequence, start, end, token_ids, draft_ids, step, params),
+            lambda number: Step(number, sequence, start, end, token_ids, draft_ids, step, params, generated_ids),
             MainReply(request),
         )

@@ -109,7 +109,7 @@ class Role(ABC):
         if self.has_metrics:
             labels = {"model": arguments["model_name"], "version": arguments["model_version"]}
             self._metrics = Metrics(labels, config.num_drafts)
-        self.client = EngineClient(config_file, os.getppid(), self._metrics and self._metrics.take)
+        self.client = EngineClient(config_file, os.getppid(), self._metrics)
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer else {}
         self._longest_token = max(map(len, vocabulary), default=0)
 
@@ -169,10 +169,10 @@ class Role(ABC):
 def role_for(arguments: dict[str, str]) -> Role:
     """Makes the role that a model's configuration names."""
     from mtp_backend.serving.roles.draft import DraftRole
-    from mtp_backend.serving.roles.generate import GenerateRole
+    from mtp_backend.serving.roles.generate import EnsembleRole, GenerateRole
     from mtp_backend.serving.roles.main import MainRole
 
-    roles = {"main": MainRole, "draft": DraftRole, "generate": GenerateRole}
+    roles = {"main": MainRole, "draft": DraftRole, "generate": GenerateRole, "ensemble": EnsembleRole}
     parameters = json.loads(arguments["model_config"])["parameters"]
     name = parameters.get("role", {}).get("string_value")
     if name not in roles:

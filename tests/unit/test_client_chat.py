@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from mtp_client import InvalidArgument
-from mtp_client.gateway import chat
-from mtp_client.gateway.chat import ChatTemplate
-from mtp_client.gateway.errors import ApiError
+from mtp_client import InvalidArgument, chat
+from mtp_client.chat import ChatTemplate
 from transformers import AutoTokenizer
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -97,7 +95,7 @@ def test_where_a_template_is_found(tmp_path):
 def test_wrong_templates(tmp_path):
     with pytest.raises(InvalidArgument, match="expected token"):
         ChatTemplate("{{ 1 2 }}", {})
-    with pytest.raises(InvalidArgument, match="uses bos_token, which --tokenizer DIR must give"):
+    with pytest.raises(InvalidArgument, match="uses bos_token, which the tokenizer's folder must give"):
         ChatTemplate("{{ bos_token }}", {"eos_token": ""})
     with pytest.raises(InvalidArgument, match="tokenizer_config.json: .*No such file"):
         chat.load(tmp_path, None)
@@ -114,7 +112,7 @@ def test_sandbox():
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__subclasses__() }}",
     ):
-        with pytest.raises(ApiError, match="refuses them"):
+        with pytest.raises(InvalidArgument, match="refuses them"):
             ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], {})
 
 
@@ -131,7 +129,8 @@ def test_content():
     [
         ("text", "messages[0]"),
         ({"content": "a"}, "messages[0].role"),
-        ({"role": "tool", "content": "a"}, "messages[0].role"),
+        ({"role": "function", "content": "a"}, "messages[0].role"),
+        ({"role": "tool", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
         ({"role": ["user"], "content": "a"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content[0]"),
@@ -139,22 +138,56 @@ def test_content():
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": "a", "name": "me"}, "messages[0].name"),
         ({"role": "user", "content": "a", "reasoning_content": "b"}, "messages[0].reasoning_content"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_refused_messages(message, param):
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         ChatTemplate("", {}).render([message], {})
-    assert (caught.value.status, caught.value.param) == (400, param)
     assert str(caught.value).startswith(f"{param}: got ")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ADD = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLS = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "tool_calls": [ADD]},
+    {"role": "tool", "tool_call_id": "c", "content": "2"},
+]
+FORMS = {
+    # GLM goes over the arguments, DeepSeek writes their JSON text.
+    "glm": "{% for k, v in call.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson }}</arg_value>{% endfor %}",
+    "deepseek": "{{ '<｜tool▁sep｜>' + call.arguments }}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tools(form):
+    """Earlier calls and their results, as objects or as text, whichever the template takes."""
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{% set call = c.function %}{{ call.name }}"
+        + FORMS[form]
+        + "{% endfor %}{% endfor %}"
+    )
+    shown = ChatTemplate(template, {}).render(CALLS, {}, TOOLS)
+    calls = {"glm": "<arg_key>a</arg_key><arg_value>1</arg_value>", "deepseek": '<｜tool▁sep｜>{"a": 1}'}
+    assert shown == json.dumps(TOOLS) + f"<user>1 + 1?<assistant>add{calls[form]}<tool>2"
+    assert ChatTemplate(template, {}).render(CALLS[:1], {}) == "<user>1 + 1?"
 
 
 def test_refusals_of_the_template():
     for source in ("{{ raise_exception('not two') }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}", "{{ messages[0] + 1 }}"):
-        with pytest.raises(ApiError, match="the chat template refuses them: ") as caught:
+        with pytest.raises(InvalidArgument, match="the chat template refuses them: ") as caught:
             ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], {})
-        assert (caught.value.status, caught.value.param) == (400, "messages")
+        assert str(caught.value).startswith("messages: ")
     for name in ("messages", "add_generation_prompt", "tools", "bos_token"):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(InvalidArgument) as caught:
             ChatTemplate("", {"bos_token": "a"}).render([{"role": "user", "content": "x"}], {name: 1})
-        assert caught.value.param == f"chat_template_kwargs.{name}"
+        assert str(caught.value).startswith(f"chat_template_kwargs.{name}: got 1; allowed: ")

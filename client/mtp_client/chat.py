@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mtp_client.errors import InvalidArgument
-from mtp_client.gateway.errors import ApiError, invalid
 
 # OpenAI's newer name of the system role is unknown to the templates.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _RESERVED = ("messages", "add_generation_prompt", "tools")
 
 
@@ -43,21 +42,41 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidArgument(f"chat template: {error}") from error
         if missing := sorted(used & {"bos_token", "eos_token"} - special_tokens.keys()):
-            raise InvalidArgument(f"chat template: it uses {', '.join(missing)}, which --tokenizer DIR must give")
+            raise InvalidArgument(
+                f"chat template: it uses {', '.join(missing)}, which the tokenizer's folder must give"
+            )
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: list[Any], variables: Mapping[str, Any]) -> str:
-        """The prompt that asks for the next message. Raises ApiError for messages that do not fit."""
+    def render(self, messages: list[Any], variables: Mapping[str, Any], tools: Sequence[Any] = ()) -> str:
+        """The prompt that asks for the next message.
+
+        `variables`: of the template, for example `enable_thinking`. `tools`: that the model may
+        call, as OpenAI's interface writes them.
+        Raises InvalidArgument, which names the part of the messages that does not fit.
+        """
         for name in variables:
             if name in _RESERVED or name in self._special_tokens:
-                raise invalid(f"chat_template_kwargs.{name}", variables[name], "other variables of the template")
+                raise _invalid(f"chat_template_kwargs.{name}", variables[name], "other variables of the template")
         checked = [_checked(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        given = {**self._special_tokens, **variables, **({"tools": list(tools)} if tools else {})}
         try:
-            return self._template.render(
-                self._special_tokens, messages=checked, add_generation_prompt=True, **variables
-            )
+            return self._render(checked, given)
         except (TemplateRefusal, jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise ApiError(400, f"messages: the chat template refuses them: {error}", param="messages") from error
+            raise InvalidArgument(f"messages: the chat template refuses them: {error}") from error
+
+    def _render(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
+        """Arguments of earlier calls are objects to some templates and JSON text to others."""
+        try:
+            return self._template.render(given, messages=messages, add_generation_prompt=True)
+        except TypeError:
+            return self._template.render(given, messages=_with_text_arguments(messages), add_generation_prompt=True)
+
+
+def prompt(template: ChatTemplate | None, messages: list[Any], variables: Mapping[str, Any] | None) -> str:
+    """The prompt of a client's chat. Raises InvalidArgument: no template, or as `ChatTemplate.render`."""
+    if template is None:
+        raise InvalidArgument("chat: the client has no chat template; give it the checkpoint's folder as tokenizer")
+    return template.render(messages, variables or {})
 
 
 def load(tokenizer: Path | None, template: Path | None) -> ChatTemplate | None:
@@ -81,22 +100,66 @@ def load(tokenizer: Path | None, template: Path | None) -> ChatTemplate | None:
     return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)})
 
 
+def _invalid(place: str, value: object, allowed: str) -> InvalidArgument:
+    """A part with a wrong value, in the words of the server's own refusals."""
+    shown = repr(value)
+    return InvalidArgument(f"{place}: got {shown if len(shown) <= 80 else shown[:77] + '...'}; allowed: {allowed}")
+
+
 def _checked(place: str, message: Any) -> dict[str, Any]:
     """A message as templates take it: its content is one text."""
     if not isinstance(message, dict):
-        raise invalid(place, message, "a message: a JSON object with role and content")
+        raise _invalid(place, message, "a message: a JSON object with role and content")
     given = {name: value for name, value in message.items() if value is not None and value != []}
     role = given.pop("role", None)
     if not isinstance(role, str) or role not in _ROLES:
-        raise invalid(f"{place}.role", role, ", ".join(_ROLES))
-    if "content" not in given:
-        raise invalid(f"{place}.content", None, "a text")
-    checked = {"role": _ROLES[role], "content": _content(f"{place}.content", given.pop("content"))}
+        raise _invalid(f"{place}.role", role, ", ".join(_ROLES))
+    calls = given.pop("tool_calls", None) if role == "assistant" else None
+    if "content" not in given and calls is None:
+        raise _invalid(f"{place}.content", None, "a text")
+    checked = {"role": _ROLES[role], "content": _content(f"{place}.content", given.pop("content", ""))}
+    if calls is not None:
+        checked["tool_calls"] = _calls(f"{place}.tool_calls", calls)
+    if role == "tool" and isinstance(given.get("tool_call_id"), str):
+        checked["tool_call_id"] = given.pop("tool_call_id")
     if role == "assistant" and isinstance(given.get("reasoning_content"), str):
         checked["reasoning_content"] = given.pop("reasoning_content")
     for name, value in given.items():
-        raise invalid(f"{place}.{name}", value, "nothing: not supported")
+        raise _invalid(f"{place}.{name}", value, "nothing: not supported")
     return checked
+
+
+def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
+    """Earlier calls, with their arguments as objects."""
+    if not isinstance(calls, list):
+        raise _invalid(place, calls, "a list of calls")
+    checked = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _invalid(f"{place}[{index}]", call, '{"type": "function", "function": {"name": …, "arguments": …}}')
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (ValueError, TypeError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            allowed = "the JSON text of an object"
+            raise _invalid(f"{place}[{index}].function.arguments", function.get("arguments"), allowed)
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    return checked
+
+
+def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def written(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
 
 
 def _content(place: str, content: Any) -> str:
@@ -105,9 +168,9 @@ def _content(place: str, content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     for index, part in enumerate(parts):
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise invalid(f"{place}[{index}]", part, 'a text, or parts {"type": "text", "text": …}')
+            raise _invalid(f"{place}[{index}]", part, 'a text, or parts {"type": "text", "text": …}')
         if not isinstance(part["text"], str):
-            raise invalid(f"{place}[{index}].text", part["text"], "a text")
+            raise _invalid(f"{place}[{index}].text", part["text"], "a text")
     return "".join(part["text"] for part in parts)
 
 

@@ -14,14 +14,15 @@ TTL = 10.0
 
 
 class FakeEngine:
-    """Each step emits one token, each draft pass proposes two; both only when `step` is called."""
+    """Each step emits one token and accepts all drafts, each draft pass proposes two; only when `step` is called."""
 
     def __init__(self, max_sequences):
         self.config = SimpleNamespace(max_sequences=max_sequences, sequence_ttl_seconds=TTL, num_drafts=2)
         self.tokenizer = None
         self.tokens = itertools.count(100)
         self.waiting, self.drafting, self.removed, self.taken_back = [], [], [], []
-        self.full = False
+        self.full = False  # takes no steps ahead
+        self.made = [7, 8]
 
     def new_sequence(self, prompt_ids, params, *, paced, with_text):
         assert paced and not with_text
@@ -75,10 +76,10 @@ class FakeEngine:
             accepted = len(sequence.draft_ids)
             sequence.token_ids += [*sequence.draft_ids, token]
             outputs.append(StepOutput(sequence, [*sequence.draft_ids, token], accepted))
-            sequence.draft_ids = [7, 8] if sequence.wants_drafts else []
+            sequence.draft_ids = list(self.made) if sequence.wants_drafts else []
             sequence.status = Status.PAUSED
         for sequence in self.drafting:
-            sequence.draft_ids = [7, 8]
+            sequence.draft_ids = list(self.made)
         self.waiting, self.drafting = [], []
         return outputs
 

@@ -295,6 +295,7 @@ def test_every_request_is_answered_once(table):
                 session = table.sessions._sessions.get(name)
                 if session is None or session.proposing is None:  # the server lets one request of a sequence run
                     asked.append((DRAFT, table.propose(name, session.epoch if session else 1)))
+                    table.take_drafts(name, session.epoch if session else 1)
             elif kind == 4 and asked:
                 table.sessions.cancel(*chance.choice(asked))
             elif kind == 5:

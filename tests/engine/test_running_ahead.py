@@ -1,4 +1,4 @@
-"""Steps computed before their client asks for them: what clients get is what an engine gives that waits for each request.
+"""Steps computed before they are asked for: clients get what an engine gives that waits for each request.
 
 Clients with random habits share an engine behind `Sessions`; messages and device batches alternate at random, so that a
 request finds its step waiting, computed, or not begun. Their steps are then made again one by one, without `Sessions`.
@@ -9,11 +9,13 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from engine.conftest import DEMO_MODELS
 from mtp_backend import SamplingParams
 from mtp_backend.engine.sequence import Status
 from mtp_backend.serving.messages import Asked, Failed, Propose, Proposed, Step, Stepped
 from mtp_backend.serving.sessions import Sessions
 
+pytestmark = pytest.mark.slow
 NUM_CLIENTS = 4
 MAX_TOKENS = 30
 
@@ -167,9 +169,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("model, k", [("deepseek", 0), ("deepseek", 2), ("glm", 1), ("glm", 3)])
 def test_clients_get_what_they_get_one_by_one(model, k, make_llm, prompt_of):
-    engine = make_llm(model, k, block_size=8).engine
+    engine = make_llm(DEMO_MODELS[model], k, block_size=8).engine
     play = Play(engine, k, [prompt_of(5 + 9 * i, start=i) for i in range(NUM_CLIENTS)], PARAMS)
     play.run()
     for client in play.clients:
@@ -177,3 +179,79 @@ def test_clients_get_what_they_get_one_by_one(model, k, make_llm, prompt_of):
         assert client.steps == steps
         assert client.drafts == drafts
     assert play.num_ahead > 5 and (play.num_taken_back or not k)
+
+
+THINKING = {
+    "rejection_sample_method": "lossy_relaxed",
+    "begin_thinking_phase_token": 20,
+    "end_thinking_phase_token": 21,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_mtp_vanilla": True}, {"rejection_sample_method": "block"}, THINKING],
+    ids=["eagle", "vanilla", "block", "relaxed"],
+)
+def test_taking_back_a_step(deepseek, make_llm, prompt_of, options):
+    """The sequence is then as one that has not made that step, and goes on like it."""
+    engine = make_llm(deepseek, 2, block_size=8, **options).engine
+    params = SamplingParams(temperature=0.9, seed=4, ignore_eos=True, stop=("zebra",), frequency_penalty=0.5)
+    ahead, wanted = (engine.new_sequence([20, *prompt_of(12)], params, paced=True) for _ in range(2))
+    for sequence in (ahead, wanted):
+        step(engine, sequence)
+        engine.append(sequence, [300, 301])
+        for _ in range(4):
+            step(engine, sequence)
+            sequence.text.take(final=False)
+    length, drafts = len(ahead.token_ids), (ahead.draft_ids, ahead.draft_probs)
+    assert engine.run_ahead(ahead)
+    engine.step()
+    assert len(ahead.token_ids) > length and ahead.num_computed > length - 1
+    engine.take_back(ahead, length)
+    assert ahead.num_computed == 0
+    ahead.draft_ids, ahead.draft_probs = drafts
+    for _ in range(4):
+        for name in ("token_ids", "draft_ids", "num_generated", "finish_reason", "thinking", "status"):
+            assert getattr(ahead, name) == getattr(wanted, name), name
+        assert ahead.text.value == wanted.text.value
+        assert ahead.text.take(final=False) == wanted.text.take(final=False)
+        assert step(engine, ahead) == step(engine, wanted)
+    for sequence in (ahead, wanted):
+        engine.remove(sequence)
+
+
+def step(engine, sequence):
+    """One step with the drafts of the next: its tokens and the number of accepted drafts."""
+    sequence.wants_drafts = True
+    engine.add(sequence)
+    [output] = engine.step()
+    return output.token_ids, output.num_accepted
+
+
+def test_taking_back_a_step_that_has_not_begun(deepseek, make_llm, prompt_of):
+    engine = make_llm(deepseek, 2, block_size=8).engine
+    sequence = engine.new_sequence(prompt_of(12), SamplingParams(ignore_eos=True), paced=True)
+    step(engine, sequence)
+    before = (list(sequence.token_ids), sequence.num_computed, list(sequence.draft_ids))
+    assert engine.run_ahead(sequence) and engine.has_work
+    engine.take_back(sequence, len(sequence.token_ids))
+    assert not engine.has_work
+    assert (sequence.token_ids, sequence.num_computed, sequence.draft_ids) == before
+    engine.remove(sequence)
+
+
+def test_no_step_ahead_without_room(deepseek, make_llm, prompt_of, tight_pool):
+    """The other sequence keeps its blocks."""
+    small = tight_pool(deepseek, 2, 8, 8)
+    engine = make_llm(deepseek, 2, block_size=8, max_model_len=64, kv_cache_bytes=small).engine
+    sequences = [engine.new_sequence(prompt_of(28), SamplingParams(ignore_eos=True), paced=True) for _ in range(2)]
+    for sequence in sequences:
+        step(engine, sequence)
+    assert engine.pool.num_free == 0 and all(sequence.num_computed for sequence in sequences)
+    while engine.run_ahead(sequences[0]):
+        engine.step()
+    assert len(sequences[0].block_table) == len(sequences[1].block_table) == 4
+    assert all(sequence.num_computed for sequence in sequences)
+    for sequence in sequences:
+        engine.remove(sequence)

@@ -122,6 +122,8 @@ class SpeculativeConfig:
 
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
+# How a device can run decoding batches.
+GRAPH_MODES = {"cpu": {"eager"}, "npu": {"eager", "npugraph"}}
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,13 @@ class EngineConfig:
         max_num_seqs: sequences in one device batch.
         max_num_batched_tokens: tokens in one device batch.
         prefill_chunk_size: prompt tokens of one sequence in one device batch.
+        enable_prefix_caching: texts that begin alike share what the cache holds of their common beginning.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
+        graph_mode: how decoding batches run: "eager", operation by operation; on an NPU also "npugraph", by graphs of
+            fixed shape that are captured once and replayed.
+        graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
+            max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
     """
@@ -156,8 +163,11 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     prefill_chunk_size: int = 512
+    enable_prefix_caching: bool = True
     max_sequences: int = 256
     sequence_ttl_seconds: float = 300.0
+    graph_mode: str = "eager"
+    graph_capture_sizes: tuple[int, ...] | None = None
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -179,12 +189,36 @@ class EngineConfig:
         checks.integer("kv_cache_bytes", self.kv_cache_bytes, 1)
         checks.integer("max_num_seqs", self.max_num_seqs, 1)
         checks.integer("prefill_chunk_size", self.prefill_chunk_size, 1)
+        checks.boolean("enable_prefix_caching", self.enable_prefix_caching)
         checks.integer("max_sequences", self.max_sequences, 1)
         checks.number("sequence_ttl_seconds", self.sequence_ttl_seconds, 0, 1e9, open_low=True)
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, 1)
         # Every running sequence must be able to verify its drafts in the same batch, or decoding starves.
         checks.integer("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_drafts))
+        self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        speculative, sizes = self.speculative, self.graph_capture_sizes
+        if self.graph_mode != "eager" and speculative:
+            for name in ("num_speculative_tokens_per_batch_size", "adaptive_draft_length"):
+                if getattr(speculative, name):
+                    allowed = f"nothing with graph_mode {self.graph_mode}: its graphs make all drafts"
+                    raise InvalidArgument(f"speculative.{name}", getattr(speculative, name), allowed)
+        if sizes is None:
+            return
+        if self.graph_mode == "eager":
+            raise InvalidArgument("graph_capture_sizes", sizes, "null with graph_mode eager")
+        if not isinstance(sizes, (list, tuple)) or not sizes:
+            raise InvalidArgument("graph_capture_sizes", sizes, "a list of numbers of tokens, or null")
+        rows, lowest = 1 + self.num_drafts, 1
+        for index, size in enumerate(sizes):
+            checks.integer(f"graph_capture_sizes[{index}]", size, lowest, self.max_num_seqs * rows)
+            if size % rows:
+                raise InvalidArgument(f"graph_capture_sizes[{index}]", size, f"a multiple of 1 + k = {rows}")
+            lowest = size + 1
+        object.__setattr__(self, "graph_capture_sizes", tuple(sizes))
 
     @property
     def num_drafts(self) -> int:

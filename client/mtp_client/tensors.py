@@ -117,6 +117,7 @@ def _read_output(outputs: Outputs) -> dict[str, Any]:
         "logprobs": _logprobs(outputs, "logprobs"),
         "cumulative_logprob": _one(outputs, "cumulative_logprob") if "cumulative_logprob" in outputs else None,
         "prompt_logprobs": _logprobs(outputs, "prompt_logprobs"),
+        "num_cached_tokens": _one(outputs, "cached_tokens") if "cached_tokens" in outputs else 0,
     }
 
 

@@ -65,6 +65,7 @@ class _Output:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -81,7 +82,8 @@ class Generation(_Output):
     drawn; there are none unless its configuration asks for a lossy rule. `text_offsets` is
     where the text of each token starts, in characters. `logprobs` and `prompt_logprobs` hold
     for each token its own log-probability and the most likely ones, by token id; None unless
-    asked for.
+    asked for. Cached tokens are those of the prompt that the server had computed for an
+    earlier text.
     """
 
 

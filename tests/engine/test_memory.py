@@ -25,8 +25,8 @@ class Driver:
         self.ends = {"finished": 0, "removed": 0, "appended": 0}
 
     def check_blocks(self):
-        held = [block for sequence in self.alive for block in sequence.block_table]
-        assert len(held) == len(set(held)) == self.engine.pool.num_blocks - self.engine.pool.num_free
+        held = {block for sequence in self.alive for block in sequence.block_table}
+        assert len(held) == self.engine.pool.num_blocks - self.engine.pool.num_free
 
     def check_text(self, sequence):
         start = self.started[sequence]
@@ -175,7 +175,7 @@ def test_cache_memory_is_what_was_counted(model, k, make_llm, tight_pool):
 
 def test_what_rejected_drafts_leave_is_never_read(model, make_llm, prompt_of, greedy):
     """Slots behind the committed text may hold anything."""
-    engine = make_llm(model, 3, block_size=BLOCK).engine
+    engine = make_llm(model, 3, block_size=BLOCK, enable_prefix_caching=False).engine  # later tests find none of it
     sequence = engine.new_sequence(prompt_of(9), SamplingParams(max_tokens=24, ignore_eos=True))
     engine.add(sequence)
     while engine.has_work:

@@ -172,10 +172,11 @@ PARAMS = [
 def test_clients_get_what_they_get_one_by_one(model, more, make_llm, prompt_of):
     k = 2 * ("deepseek" in model) + more  # 2 and 3 with one model, 0 and 1 with the other
     engine = make_llm(model, k, block_size=8).engine
+    waiting = make_llm(model, k, block_size=8, enable_prefix_caching=False).engine
     play = Play(engine, k, [prompt_of(5 + 9 * i, start=i) for i in range(NUM_CLIENTS)], PARAMS)
     play.run()
     for client in play.clients:
-        steps, drafts = one_by_one(engine, client)
+        steps, drafts = one_by_one(waiting, client)
         assert client.steps == steps
         assert client.drafts == drafts
     assert play.num_ahead > 5 and (play.num_taken_back or not k)

@@ -30,6 +30,23 @@ def conforming(name: str, directory: Path) -> Path:
     return directory
 
 
+def without_upper_layers(source: Path, directory: Path) -> Path:
+    """Writes a checkpoint of the first two layers of another's target, with its MTP layer behind them."""
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    kept = {"0": "0", "1": "1", str(config["num_hidden_layers"]): "2"}
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        layer, _, rest = key.removeprefix("model.layers.").partition(".")
+        if not key.startswith("model.layers."):
+            tensors[key] = tensor
+        elif layer in kept:
+            tensors[f"model.layers.{kept[layer]}.{rest}"] = tensor
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
 def _add_experts(config: dict, tensors: dict[str, Tensor]) -> None:
     """Two more experts in each group of two. Their bias keeps them from being chosen."""
     experts = config["n_routed_experts"]

@@ -12,7 +12,7 @@ if (Path(sys.prefix) / "cann").is_dir():
     from mtp_backend.ops import npu_rules
     from npu_host import attention, device, references
 
-    from npu.conforming import conforming
+    from npu.conforming import conforming, without_upper_layers
 
     torch.set_num_threads(1)
     device.install()
@@ -44,13 +44,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     return path
 
 
+@pytest.fixture(scope="session")
+def shallow(checkpoint: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """shallow(name): the same with the first two layers of the target alone, and its MTP layer."""
+
+    def path(name: str) -> str:
+        return str(without_upper_layers(Path(checkpoint(name)), tmp_path_factory.mktemp(name)))
+
+    return path
+
+
 @pytest.fixture
 def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
     """make_llm(name, device, k, dtype): an LLM over a conforming checkpoint; prompts enter in chunks of 40 tokens."""
 
-    def make(name: str, device: str, k: int, dtype: str) -> LLM:
+    def make(name: str, device: str, k: int, dtype: str, path: str | None = None, **options: object) -> LLM:
         return LLM(
-            checkpoint(name),
+            path or checkpoint(name),
             {"num_speculative_tokens": k} if k else None,
             dtype,
             device,
@@ -59,6 +69,7 @@ def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
             max_num_seqs=8,
             prefill_chunk_size=40,
             num_threads=1,
+            **options,
         )
 
     return make

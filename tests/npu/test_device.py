@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_npu
+from npu_host import capture
 from npu_host.device import DeviceError, run_checked
 from npu_host.references import Undocumented
 
@@ -66,10 +67,10 @@ def test_counts(trace):
     assert trace.operations["aten::add.Tensor"] == 1
 
 
-def latent_call(**changes):
+def latent_arguments():
     """Two sequences of 3 and 1 rows over blocks of 16."""
     q, cache = on_device(4, 8, 512, dtype=BF16), on_device(5, 16, 512, dtype=BF16)
-    arguments = {
+    return {
         "query": q,
         "key": cache,
         "value": cache,
@@ -86,7 +87,10 @@ def latent_call(**changes):
         "sparse_mode": 3,
         "block_size": 16,
     }
-    return torch_npu.npu_fused_infer_attention_score_v2(**arguments | changes)[0]
+
+
+def latent_call(**changes):
+    return torch_npu.npu_fused_infer_attention_score_v2(**latent_arguments() | changes)[0]
 
 
 @pytest.mark.parametrize(
@@ -113,3 +117,60 @@ def test_attention_demands_what_is_documented(change):
     assert latent_call().shape == (4, 8, 512)
     with pytest.raises(Undocumented):
         latent_call(**change)
+
+
+def captured(function):
+    """The graph of a function, and its result."""
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph, auto_dispatch_capture=True):
+        result = function()
+    return graph, result
+
+
+def test_capture_computes_nothing_and_replay_does():
+    x, total = on_device(2, 3), torch.zeros(3, device="npu")
+    graph, doubled = captured(lambda: total.add_((x + x).sum(0)))
+    assert doubled is total and total.tolist() == [0, 0, 0]
+    for replays in (1, 2):
+        graph.replay()
+        assert torch.allclose(total.cpu(), 2 * replays * x.cpu().sum(0))
+    graph, result = captured(lambda: x * 3)
+    assert result.isnan().all()
+    x.zero_()
+    graph.replay()
+    assert result.tolist() == [[0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: torch.ones(2, 3).to("npu"),
+        lambda x: x.nonzero(),
+        lambda x: x[torch.tensor([0, 1])],
+    ],
+)
+def test_the_host_cannot_wait_inside_a_capture(function):
+    x = on_device(2, 3)
+    with pytest.raises((capture.CaptureError, DeviceError)):
+        captured(lambda: function(x))
+
+
+def test_a_result_before_its_update_fails():
+    lengths = {"actual_seq_qlen": [1, 4], "actual_seq_kvlen": [9, 30]}
+    arguments = latent_arguments()
+    graph, result = captured(lambda: torch_npu.npu_fused_infer_attention_score_v2(**arguments)[0])
+    graph.replay()
+    with pytest.raises(capture.PendingUpdate, match="still waits for the update"):
+        result.cpu()
+    with pytest.raises(capture.PendingUpdate):
+        result + result
+    graph.update([lengths])
+    assert torch.equal(result.cpu(), latent_call(**lengths).cpu())
+
+
+def test_operation_without_a_reference_fails_by_name_inside_a_capture():
+    x = on_device(2, 3)
+    with pytest.raises(NotImplementedError, match="npu::npu_gelu: no reference is registered"):
+        captured(lambda: torch_npu.npu_gelu(x))

@@ -98,7 +98,7 @@ def test_unused_slots_reach_no_row(make_llm, name):
         sequences = [engine.new_sequence(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         target, draft = poisoning(made[0], sequences) if poisoned else (build_layout, build_layout)
         with (
-            patch("mtp_backend.engine.runner.build_layout", target),
+            patch("mtp_backend.graphs.target.build_layout", target),
             patch("mtp_backend.speculation.drafter.build_layout", draft),
         ):
             for sequence in sequences:

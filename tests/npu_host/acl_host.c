@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "acl/acl.h"
+#include "acl/acl_mdl.h"
 #include "acl/acl_op_compiler.h"
 
 static const size_t MEMORY = (size_t)16 << 30;
@@ -127,6 +128,8 @@ aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t flags) {
   return ACL_SUCCESS;
 }
 
+aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t flags) { return aclrtCreateEventExWithFlag(event, flags); }
+
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
   *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;
   return ACL_SUCCESS;
@@ -134,5 +137,36 @@ aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *statu
 
 aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus *status) {
   *status = ACL_EVENT_WAIT_STATUS_COMPLETE;
+  return ACL_SUCCESS;
+}
+
+/* Capture of graphs: its state alone. What is captured and replayed is kept by capture.py. */
+
+static aclrtStream capturing;
+static aclmdlRI captured;
+
+aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode mode) {
+  if (captured) return ACL_ERROR_RT_STREAM_CAPTURED;
+  capturing = stream;
+  captured = malloc(1);
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *status, aclmdlRI *graph) {
+  int active = captured && stream == capturing;
+  *status = active ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+  if (graph) *graph = active ? captured : NULL;
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *graph) {
+  if (!captured) return ACL_ERROR_RT_STREAM_NOT_CAPTURED;
+  *graph = captured;
+  captured = NULL;
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRIDestroy(aclmdlRI graph) {
+  free(graph);
   return ACL_SUCCESS;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,19 @@ from npu_host.references import demand
 LATENT_ATTENTION_TYPES = {torch.float16, torch.bfloat16}
 GROUPED_ATTENTION_TYPES = {torch.bfloat16}
 CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+@npu_op("npu_fused_infer_attention_score_v2.out")
+def fused_infer_attention_score_out(*args: Tensor, workspace: Tensor, out: list[Tensor], **kwargs: Any) -> list[Tensor]:
+    """The form that a capture takes, with results of the caller's."""
+    for own, result in zip(out, fused_infer_attention_score(*args, **kwargs), strict=True):
+        own.copy_(result) if own.numel() == result.numel() else None
+    return out
+
+
+@npu_op("_npu_fused_infer_attention_score_v2_get_max_workspace")
+def fused_infer_attention_score_workspace(*args: Tensor, **kwargs: Any) -> Tensor:
+    return torch.empty(1)
 
 
 @npu_op("npu_fused_infer_attention_score_v2")

@@ -19,6 +19,8 @@ import torch
 import torch_npu  # noqa: F401  registers the device
 from torch import Tensor
 
+from npu_host import capture
+
 KEY = "PrivateUse1"
 # Kernels of torch_npu that work as they are, besides those that make views: they allocate or set a tensor's memory.
 KEPT = {
@@ -26,7 +28,16 @@ KEPT = {
     *("new_empty_strided", "record_stream", "resize_", "set_", "set_.source_Storage"),
     *("set_.source_Storage_storage_offset", "set_.source_Tensor"),
 }
-KEPT_NPU = {"empty_with_format", "unsafe_empty_with_format", "get_npu_format", "get_storage_size"}
+KEPT_NPU = {
+    *("empty_with_format", "unsafe_empty_with_format", "get_npu_format", "get_storage_size"),
+    "_npu_fused_infer_attention_score_v2_infer_output",
+}
+# It gives memory, also inside a capture.
+ALLOCATING = {"npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}
+# It writes results of the caller's and has no shape function.
+WRITING = {"npu::npu_fused_infer_attention_score_v2.out"}
+# Operations whose result's size depends on values: the host waits for them.
+SYNCHRONISING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 # An index may be on the host: the device's own kernels copy it.
 HOST_ARGUMENTS = ("index", "_index_put_impl_")
 
@@ -98,6 +109,7 @@ def install() -> None:
         else:
             continue
         libraries[space].impl(name, kernel, KEY, allow_override=True)
+    capture.install(_replay)
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -112,6 +124,20 @@ def on_host(tensor: Tensor) -> Tensor:
 def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """Runs a CPU kernel on the bytes of device tensors; what it returns is an argument or a new device tensor."""
     _check_devices(name, [args, list(kwargs.values())])
+    if capture.state.updating is not None:
+        return capture.update(name, kernel, args, kwargs)
+    if name in ALLOCATING:
+        return _execute(kernel, name, *args, **kwargs)
+    if capture.is_capturing():
+        if name.removeprefix("aten::").partition(".")[0] in SYNCHRONISING:
+            capture.refuse_in_capture(name)
+        infer = (lambda *args, out, **kwargs: out) if name in WRITING else _operation(name)
+        return capture.record(capture.Task(name, kernel, args, kwargs), infer, _poisoned)
+    capture.check_no_wait(name)
+    return _execute(kernel, name, *args, **kwargs)
+
+
+def _execute(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     for trace in _traces:
         trace.operations[name] += 1
         if name == "aten::_local_scalar_dense":
@@ -145,6 +171,22 @@ def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
         return _map(to_device, kernel(*_map(to_host, args), **_map(to_host, kwargs)))
 
 
+def _poisoned(like: Tensor) -> Tensor:
+    result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="npu")
+    capture.poison(on_host(result))
+    return result
+
+
+def _replay(task: capture.Task) -> None:
+    """Runs a captured task into the tensors that its capture gave."""
+    results = _execute(task.run, task.name, *task.args, **task.kwargs)
+    for own, new in zip(task.results, [leaf for leaf in _leaves(results) if isinstance(leaf, Tensor)], strict=True):
+        if (own.shape, own.dtype) != (new.shape, new.dtype):
+            raise AssertionError(f"{task.name}: captured {own.shape} {own.dtype}, replayed {new.shape} {new.dtype}")
+        if own is not new:
+            on_host(own).copy_(on_host(new))
+
+
 def run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """`_run`, and a check that the reference gives the shapes and types of torch_npu's own Meta kernel."""
 
@@ -154,6 +196,8 @@ def run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: 
         return value
 
     result = _run(reference, name, *args, **kwargs)
+    if capture.is_capturing() or capture.state.updating is not None:
+        return result
     expected = _operation(name)(*_map(to_meta, args), **_map(to_meta, kwargs))
     for index, (got, wanted) in enumerate(zip(_leaves(result), _leaves(expected), strict=True)):
         if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
@@ -166,6 +210,8 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         raise DeviceError("copy to float64 values, which the device does not have")
     if to.device.type == source.device.type:
         return _run(Tensor.copy_, "aten::copy_", to, source)
+    capture.refuse_in_capture("a copy between host and device")
+    capture.check_no_wait("a copy between host and device")
     for trace in _traces:
         direction = "host to device" if to.device.type == "npu" else "device to host"
         trace.copies[direction].append(source.numel() * source.element_size())
@@ -180,7 +226,7 @@ def _to_copy(source: Tensor, *, dtype: torch.dtype | None = None, device: Any = 
 
 
 def _check_devices(name: str, arguments: Any) -> None:
-    if name.removeprefix("aten::").startswith(HOST_ARGUMENTS):
+    if name.removeprefix("aten::").startswith(HOST_ARGUMENTS) and not capture.is_capturing():
         return
     for value in _leaves(arguments):
         if isinstance(value, Tensor) and value.device.type != "npu" and value.dim():

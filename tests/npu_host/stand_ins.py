@@ -25,7 +25,10 @@ LOOKED_UP = {
     "aclrtCtxSetSysParamOpt",
     "aclrtDestroyStreamForce",
     "aclrtSetDeviceSatMode",
+    "aclmdlRIDestroy",
+    "aclmdlRIExecuteAsync",
     "aclrtSetOpExecuteTimeOut",
+    "aclrtSetStreamAttribute",
     "aclrtSetSysParamOpt",
 }
 

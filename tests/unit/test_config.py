@@ -20,6 +20,8 @@ WRONG = {
     "prefill_chunk_size": (*WRONG_INTEGERS, None),
     "max_sequences": (*WRONG_INTEGERS, None),
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
+    "graph_mode": ("npugraph", "inductor", "", None, 1),  # of a CPU
+    "graph_capture_sizes": ([4], (), "4", 4),
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {
@@ -138,6 +140,49 @@ def test_table_of_draft_numbers():
     assert EngineConfig.from_dict(json.loads(config.to_json())) == config
     with pytest.raises(InvalidArgument, match="got .*; allowed: nothing with adaptive_draft_length$"):
         SpeculativeConfig(3, num_speculative_tokens_per_batch_size=table, adaptive_draft_length=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([], ": got []; allowed: a list of numbers of tokens, or null"),
+        (4, ": got 4; allowed: a list of numbers of tokens, or null"),
+        ([4], "[0]: got 4; allowed: a multiple of 1 + k = 3"),
+        ([3, 3], "[1]: got 3; allowed: an integer in 4 … 24"),
+        ([3, 27], "[1]: got 27; allowed: an integer in 4 … 24"),
+        ([0], "[0]: got 0; allowed: an integer in 1 … 24"),
+        (["3"], "[0]: got '3'; allowed: an integer in 1 … 24"),
+    ],
+)
+def test_wrong_capture_sizes(sizes, message):
+    with pytest.raises(InvalidArgument) as error:
+        EngineConfig(
+            "somewhere",
+            {"num_speculative_tokens": 2},
+            device="npu",
+            max_num_seqs=8,
+            graph_mode="npugraph",
+            graph_capture_sizes=sizes,
+        )
+    assert str(error.value) == "graph_capture_sizes" + message
+
+
+def test_capture_sizes():
+    config = EngineConfig("somewhere", device="npu", graph_mode="npugraph", graph_capture_sizes=[1, 64])
+    assert config.graph_capture_sizes == (1, 64)
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    with pytest.raises(InvalidArgument, match=r"graph_capture_sizes: got \[4\]; allowed: null with graph_mode eager"):
+        EngineConfig("somewhere", device="npu", graph_capture_sizes=[4])
+    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph"):
+        EngineConfig("somewhere", device="npu", graph_mode="inductor")
+
+
+@pytest.mark.parametrize(
+    "speculative", [{"adaptive_draft_length": True}, {"num_speculative_tokens_per_batch_size": [[1, 4, 1]]}]
+)
+def test_graphs_make_a_fixed_number_of_drafts(speculative):
+    with pytest.raises(InvalidArgument, match="allowed: nothing with graph_mode npugraph: its graphs make all drafts"):
+        EngineConfig("somewhere", speculative, device="npu", graph_mode="npugraph")
 
 
 def test_no_speculation():

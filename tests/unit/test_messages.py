@@ -30,13 +30,14 @@ TO_ENGINE = [
 ]
 FROM_ENGINE = [
     Welcome(4096),
-    Generated(1, "text", [5], "", 3, 1, 1, 2, 2, 1, [0]),
+    Generated(1, "text", [5], "", 3, 2, 1, 1, 2, 2, 1, [0]),
     Generated(
         1,
         "text",
         [5],
         "stop",
         3,
+        0,
         1,
         1,
         2,
@@ -51,6 +52,8 @@ FROM_ENGINE = [
     Proposed(3, []),
     Stats(
         num_generated_tokens=9,
+        num_prompt_tokens=20,
+        num_cached_tokens=16,
         num_steps=4,
         num_step_sequences=5,
         num_step_tokens=11,
@@ -88,7 +91,7 @@ def test_last_answers():
     """`final` tells the last answer of a request."""
     assert all(message.final for message in FROM_ENGINE if isinstance(message, (Stepped, Proposed, Failed)))
     for reason, final in (("", False), ("stop", True), ("length", True)):
-        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, []).final is final
+        assert Generated(1, "", [], reason, 0, 0, 0, 0, 0, 0, 0, []).final is final
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", messages.encode([FROM_ENGINE[0]]), messages.encode(TO_ENGINE)[:-1]])

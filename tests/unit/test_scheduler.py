@@ -5,13 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_backend import SamplingParams
 from mtp_backend.cache import BlockPool
+from mtp_backend.engine.counters import PrefixCounters
+from mtp_backend.engine.prefix import PrefixReuse
 from mtp_backend.engine.scheduler import Scheduler
 from mtp_backend.engine.sequence import Sequence, Status
 
 
 def make(num_blocks=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, prefill_chunk_size=16):
     pool = BlockPool(num_blocks, block_size)
-    return Scheduler(pool, max_num_seqs, max_num_batched_tokens, prefill_chunk_size), pool
+    prefix = PrefixReuse(pool, 0, False, PrefixCounters())
+    return Scheduler(pool, prefix, max_num_seqs, max_num_batched_tokens, prefill_chunk_size), pool
 
 
 def sequence(length, paced=False, drafts=0):

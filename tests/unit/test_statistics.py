@@ -11,6 +11,8 @@ from mtp_backend.serving.statistics import Statistics
 
 NOTHING = Stats(
     num_generated_tokens=0,
+    num_prompt_tokens=0,
+    num_cached_tokens=0,
     num_steps=0,
     num_step_sequences=0,
     num_step_tokens=0,
@@ -48,6 +50,7 @@ def test_each_tells_what_is_new():
     totals.speculation.record(3, 3, 2)
     totals.speculation.record(2, 1, 0)
     totals.num_generated_tokens += 6
+    totals.prefix.num_prompt_tokens, totals.prefix.num_cached_tokens = 30, 16
     totals.seconds.draft, totals.seconds.verify, totals.seconds.manage = 0.5, 4.0, 0.25
     engine.scheduler.num_running, engine.scheduler.num_waiting, engine.scheduler.num_paused = 2, 5, 3
     blocks = []
@@ -56,6 +59,8 @@ def test_each_tells_what_is_new():
     standing = {"num_running": 2, "num_waiting": 5, "num_paused": 3}
     assert statistics.take() == stats(
         num_generated_tokens=6,
+        num_prompt_tokens=30,
+        num_cached_tokens=16,
         num_steps=1,
         num_step_sequences=2,
         num_step_tokens=7,
@@ -76,9 +81,11 @@ def test_each_tells_what_is_new():
     totals.record_step(1, 1)
     totals.speculation.record(1, 0, 0)
     totals.num_generated_tokens += 1
+    totals.prefix.num_prompt_tokens += 4
     totals.seconds.verify += 0.5
     assert statistics.take() == stats(
         num_generated_tokens=1,
+        num_prompt_tokens=4,
         num_steps=2,
         num_step_sequences=2,
         num_step_tokens=3,

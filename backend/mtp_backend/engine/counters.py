@@ -81,6 +81,19 @@ class SpeculationCounters:
 
 
 @dataclass
+class PrefixCounters:
+    """What sequences took over from the cache when they were first computed.
+
+    Attributes:
+        num_prompt_tokens: tokens of their prompts.
+        num_cached_tokens: those of them that had been computed for others.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass
 class EngineTotals:
     """What an engine has done since it was made, for all requests together; no number ever goes down.
 
@@ -97,6 +110,7 @@ class EngineTotals:
     num_step_sequences: int = 0
     num_step_tokens: int = 0
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    prefix: PrefixCounters = field(default_factory=PrefixCounters)
     seconds: StepSeconds = field(default_factory=StepSeconds)
 
     def record_step(self, num_sequences: int, num_tokens: int) -> None:

@@ -15,15 +15,18 @@ from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.commit import EndRules, commit, room_for_drafts
 from mtp_backend.engine.counters import EngineTotals
+from mtp_backend.engine.drafting import Drafting
+from mtp_backend.engine.prefix import PrefixReuse
 from mtp_backend.engine.processing import Processing
 from mtp_backend.engine.runner import Computed, TargetRunner
 from mtp_backend.engine.scheduler import Scheduled, Scheduler
-from mtp_backend.engine.sequence import Sequence, Status
+from mtp_backend.engine.sequence import Sequence
 from mtp_backend.engine.stopwatch import Stopwatch
 from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.graphs import DraftChain, EagerTarget, GraphContext, GraphTarget, graph_mode_for, make_buckets
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
@@ -32,7 +35,7 @@ from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
-from mtp_backend.speculation import DraftWork, draft_length_for, drafter_for
+from mtp_backend.speculation import draft_length_for, drafter_for
 
 
 @dataclass
@@ -101,20 +104,43 @@ class Engine:
             ops=ops,
             mtp_source=source,
         )
+        self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        cache = KVCache(shapes, num_blocks, config.block_size, dtype, self.device)
+        mode = graph_mode_for(config.graph_mode)
+        # Dummy requests of padded batches write a block behind those of the pool.
+        cache = KVCache(shapes, num_blocks + (mode is not None), config.block_size, dtype, self.device)
+        graphs = GraphContext(
+            networks,
+            cache,
+            config.block_size,
+            self.device,
+            mode,
+            make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes),
+            max_blocks=-(-longest // config.block_size),
+            dummy_block=num_blocks,
+        )
+        self._prefix = PrefixReuse(self.pool, num_draft_layers, config.enable_prefix_caching, self.totals.prefix)
         self.scheduler = Scheduler(
-            self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size
+            self.pool, self._prefix, config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_size
         )
         self._processing = Processing(self.tokenizer, self.vocab_size, self.rules.eos_token_ids, self.device)
-        self._runner = TargetRunner(networks, cache, config.block_size, self.device)
+        self._runner = TargetRunner(networks, GraphTarget(graphs) if mode else EagerTarget(graphs))
         self._drafter = None
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
-        self._draft_requests: list[Sequence] = []
+            if mode and not config.speculative.use_mtp_vanilla:
+                self._drafter.chain = DraftChain(config.speculative, graphs)
         self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0), clock)
-        self.totals = EngineTotals()
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
+        self._drafting = Drafting(
+            self._drafter,
+            self.draft_length,
+            self.scheduler,
+            self.rules,
+            self._stopwatch,
+            num_drafts=config.num_drafts,
+            max_rows=config.prefill_chunk_size,
+        )
 
     @property
     def num_drafts(self) -> int:
@@ -201,6 +227,7 @@ class Engine:
         self.scheduler.pause(sequence)
         if len(sequence.token_ids) > num_tokens:
             self.scheduler.drop_cache(sequence)
+            sequence.block_keys.clear()
             start = len(sequence.token_ids) - sequence.num_generated
             output = sequence.token_ids[start:num_tokens]
             del sequence.token_ids[start:]
@@ -209,7 +236,7 @@ class Engine:
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks at once."""
-        self._draft_requests = [requested for requested in self._draft_requests if requested is not sequence]
+        self._drafting.withdraw(sequence)
         self.scheduler.remove(sequence)
 
     def restore(self, sequence: Sequence, token_ids: list[int]) -> None:
@@ -271,12 +298,12 @@ class Engine:
 
     def request_drafts(self, sequence: Sequence) -> None:
         """Asks for the drafts of a paced sequence; the next `step` leaves them in `draft_ids`."""
-        self._draft_requests.append(sequence)
+        self._drafting.request(sequence)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._draft_requests) or self.scheduler.has_work
+        return self._drafting.has_work or self.scheduler.has_work
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -302,7 +329,9 @@ class Engine:
                     outputs.append(output)
             if all(share.num_tokens == 1 for share in batch):  # all of them decode
                 self.draft_length.end_target_pass(sum(1 + len(share.draft_ids) for share in batch))
-        self._draft([share.sequence for share in batch])
+        stepped = [share.sequence for share in batch]
+        for sequence in dict.fromkeys(stepped + self._drafting.run(stepped)):
+            self._prefix.publish(sequence)
         self._stopwatch.managed()
         return outputs
 
@@ -343,62 +372,6 @@ class Engine:
         elif sequence.finish_reason:
             self.scheduler.remove(sequence)
         return output
-
-    def _draft(self, stepped: list[Sequence]) -> None:
-        """Runs the draft layer for the sequences that go on by themselves and for those whose client asks."""
-        requested, self._draft_requests = self._draft_requests, []
-        if self._drafter is None:
-            return
-        going_on = [sequence for sequence in stepped if _goes_on(sequence)]
-        sequences = going_on + [sequence for sequence in requested if sequence not in going_on]
-        batch_size = sum(map(_decodes, sequences))
-        length = self.draft_length.choose(batch_size) if batch_size else 0
-        num_drafts = {sequence: self._reserve_drafts(sequence, length) for sequence in sequences}
-        # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
-        ready = [sequence for sequence in sequences if sequence.hidden is not None]
-        work = {sequence: _draft_work(sequence, sequence.num_computed, num_drafts[sequence]) for sequence in ready}
-        # Rows of a client that does not ask for drafts become too many: all but the last, for which it may still ask.
-        waiting = [sequence for sequence in stepped if sequence.hidden is not None and sequence not in work]
-        crowded = [sequence for sequence in waiting if len(sequence.hidden) > self.config.prefill_chunk_size]
-        work |= {sequence: _draft_work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}
-        if not work:
-            return
-        self._stopwatch.managed()
-        self.draft_length.start_pass()
-        proposed = self._drafter.propose([*work.values()])
-        self._stopwatch.drafted()
-        if all(len(done.token_ids) <= 1 + self.num_drafts for done in work.values()):  # no prompts
-            self.draft_length.end_draft_pass(len(work), max(done.num_drafts for done in work.values()))
-        for (sequence, done), drafts in zip(work.items(), proposed, strict=True):
-            if drafts.token_ids:  # a text that is not computed to its end keeps the drafts that its client gave
-                sequence.draft_ids, sequence.draft_probs = drafts.token_ids, drafts.probs
-            sequence.num_drafted += len(done.token_ids)
-            sequence.hidden = sequence.hidden[-1:].clone() if sequence in crowded else None
-
-    def _reserve_drafts(self, sequence: Sequence, length: int) -> int:
-        """How many drafts to propose: `length`, or what can be committed; none if the cache has no room to verify."""
-        if not _decodes(sequence):
-            return 0
-        wanted = min(length, room_for_drafts(sequence, self.rules))
-        return wanted if self.scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
-
-
-def _goes_on(sequence: Sequence) -> bool:
-    """Whether a sequence that has just stepped steps again without anybody asking, or its client wants drafts."""
-    wanted = sequence.status is Status.PAUSED and sequence.wants_drafts and not sequence.finish_reason
-    return wanted or sequence.status is Status.RUNNING
-
-
-def _decodes(sequence: Sequence) -> bool:
-    """Whether the next step draws tokens behind a text of which only the last token is not computed."""
-    return sequence.num_computed == len(sequence.token_ids) - 1 and not sequence.finish_reason
-
-
-def _draft_work(sequence: Sequence, end: int, num_drafts: int) -> DraftWork:
-    """The work of the positions before `end` that the draft layer has not seen."""
-    start = sequence.num_drafted
-    shifted, hidden = sequence.token_ids[start + 1 : end + 1], sequence.hidden[: end - start]
-    return DraftWork(shifted, hidden, start, sequence.block_table, num_drafts, sequence.params, sequence.draft_rows)
 
 
 def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> int:

@@ -33,6 +33,7 @@ class RequestOutput:
             None unless asked for.
         cumulative_logprob: sum over the generated tokens; None unless `logprobs` is asked for.
         prompt_logprobs: the same for the prompt, whose first token has none; None unless asked for.
+        num_cached_tokens: tokens of the prompt that had been computed for other texts.
         num_spec_steps: verify steps with at least one draft.
         num_draft_tokens, num_accepted_draft_tokens: drafts verified, and those that became part of the output.
         num_lossy_draft_tokens: those of them that the target would not have drawn; above 0 with lossy rules only.
@@ -50,6 +51,7 @@ class RequestOutput:
     logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_cached_tokens: int
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
@@ -164,5 +166,6 @@ def _result(sequence: Sequence, index: int) -> RequestOutput:
         logprobs=None if params.logprobs is None else sequence.logprobs,
         cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
         prompt_logprobs=None if params.prompt_logprobs is None else [None, *sequence.prompt_logprobs],
+        num_cached_tokens=sequence.num_cached_tokens,
         **sequence.counters.figures(),
     )

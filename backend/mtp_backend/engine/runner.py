@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtp_backend.cache import KVCache, Span, build_layout
+from mtp_backend.cache import Span
 from mtp_backend.engine.scheduler import Scheduled
+from mtp_backend.graphs import TargetPass
 from mtp_backend.models import Networks
 from mtp_backend.sampling.logprobs import Logprob, token_logprobs
 
@@ -34,12 +35,9 @@ class Computed:
 class TargetRunner:
     """Feeds committed tokens and drafts to the target network."""
 
-    def __init__(self, networks: Networks, cache: KVCache, block_size: int, device: torch.device) -> None:
+    def __init__(self, networks: Networks, target: TargetPass) -> None:
         self._networks = networks
-        num_layers = networks.config.num_hidden_layers
-        self._caches = cache.layers[:num_layers]
-        self._block_size = block_size
-        self._device = device
+        self._target = target
 
     def run(self, batch: list[Scheduled]) -> tuple[list[Computed], Tensor | None]:
         """One pass of the target network over the shares of a batch.
@@ -55,9 +53,7 @@ class TargetRunner:
             fed = sequence.token_ids[start : start + share.num_tokens] + share.draft_ids
             spans.append(Span(sequence.block_table, start, len(fed)))
             token_ids += fed
-        layout = build_layout(spans, self._block_size, self._device)
-        tokens = torch.tensor(token_ids, device=self._device)
-        hidden = self._networks.target(tokens, self._networks.rotary, layout, self._caches)
+        hidden = self._target.run(token_ids, spans)
         parts = hidden.split([span.length for span in spans])
         computed = [
             Computed(rows, self._prompt_logprobs(share, rows)) for share, rows in zip(batch, parts, strict=True)

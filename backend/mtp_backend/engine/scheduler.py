@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 from mtp_backend.cache import BlockPool
+from mtp_backend.engine.prefix import PrefixReuse
 from mtp_backend.engine.sequence import Sequence, Status
 
 
@@ -24,6 +25,11 @@ class Scheduled:
     draft_ids: list[int]
 
     @property
+    def size(self) -> int:
+        """Tokens that the share adds to the batch."""
+        return self.num_tokens + len(self.draft_ids)
+
+    @property
     def samples(self) -> bool:
         """Whether the share reaches the end of the text, so that new tokens are drawn."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
@@ -32,23 +38,32 @@ class Scheduled:
 class Scheduler:
     """Continuous batching with chunked prefill.
 
-    Decoding sequences come first, so long prompts never hold them up; what room is left goes to prompts. When the
-    cache is full, a paused or waiting sequence or the youngest running one gives its blocks up and computes them again
-    later.
+    Decoding sequences come first, so long prompts never hold them up; what room is left goes to prompts. Otherwise
+    sequences go by priority, and by the order in which they asked. When the cache is full, a paused or waiting sequence
+    or the running one whose turn is last gives its blocks up and computes them again later. So nobody loses blocks to
+    a sequence behind it, and the first one always comes to its end.
 
     Args:
         pool: the cache's blocks; one sequence of the greatest length must fit.
+        prefix: gives a sequence that starts what is in the cache already.
         max_num_seqs, max_num_batched_tokens, prefill_chunk_size: limits of a batch, as in `EngineConfig`.
     """
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, prefill_chunk_size: int
+        self,
+        pool: BlockPool,
+        prefix: PrefixReuse,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk_size: int,
     ) -> None:
         self._pool = pool
+        self._prefix = prefix
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefill_chunk_size = prefill_chunk_size
-        self._waiting: deque[Sequence] = deque()
+        self._numbers = count()
+        self._waiting: list[Sequence] = []  # by turn, as the running ones
         self._running: list[Sequence] = []
         self._paused: dict[Sequence, None] = {}  # in the order in which they were paused
 
@@ -75,8 +90,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence, or one that was paused, into the waiting line."""
         self._paused.pop(sequence, None)
+        sequence.turn = (sequence.priority, next(self._numbers))
         sequence.status = Status.WAITING
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_turn)
 
     def add_if_idle(self, sequence: Sequence, num_tokens: int) -> bool:
         """Adds a paused sequence that nobody waits for, if it has its cache and takes no place or block from another.
@@ -84,12 +100,8 @@ class Scheduler:
         Args:
             num_tokens: what its blocks must hold.
         """
-        taken = len(self._running) + len(self._waiting)
-        if (
-            taken >= self._max_num_seqs
-            or _pending(sequence) > 1
-            or not self._pool.grow(sequence.block_table, num_tokens)
-        ):
+        is_full = len(self._running) + len(self._waiting) >= self._max_num_seqs
+        if is_full or _pending(sequence) > 1 or not self._pool.grow(sequence.block_table, num_tokens):
             return False
         self.add(sequence)
         return True
@@ -108,29 +120,26 @@ class Scheduler:
 
     def drop_cache(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence; its tokens are computed again when it steps."""
+        self._prefix.publish(sequence)
         self._pool.release(sequence.block_table)
-        sequence.num_computed = 0
-        sequence.num_drafted = 0
+        sequence.num_published = sequence.num_reused = sequence.num_computed = sequence.num_drafted = 0
         sequence.hidden = None
         sequence.draft_rows.clear()
 
     def schedule(self) -> list[Scheduled]:
         """Plans the next batch and takes the cache blocks that it needs."""
         while self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting.popleft()
+            sequence = self._waiting.pop(0)
             sequence.status = Status.RUNNING
-            self._running.append(sequence)
-        batch: list[Scheduled] = []
-        budget = self._max_num_batched_tokens
+            insort(self._running, sequence, key=_turn)
+        batch: dict[Sequence, Scheduled] = {}
+        room = self._max_num_batched_tokens
         decoding_first = sorted(self._running, key=lambda sequence: _pending(sequence) > 1)
         for sequence in decoding_first:
-            # Giving blocks up for an earlier one may have sent this one back to the waiting line.
-            if sequence.status is Status.RUNNING and budget > 0:
-                share = self._share(sequence, budget, batch)
-                if share is not None:
-                    batch.append(share)
-                    budget -= share.num_tokens + len(share.draft_ids)
-        return batch
+            # Giving blocks up for another one may have sent this one back to the waiting line.
+            if sequence.status is Status.RUNNING and room:
+                room -= self._plan(sequence, room, batch)
+        return [*batch.values()]
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Tries to get blocks for `num_tokens` tokens from the free ones and from sequences that are not running."""
@@ -143,23 +152,33 @@ class Scheduler:
             self.drop_cache(victim)
         return True
 
-    def _share(self, sequence: Sequence, budget: int, batch: list[Scheduled]) -> Scheduled | None:
+    def _plan(self, sequence: Sequence, room: int, batch: dict[Sequence, Scheduled]) -> int:
+        """Adds a share of at most `room` tokens to the batch; shares of sequences behind it may have to go.
+
+        Returns:
+            How many tokens the batch has more than before, fewer than 0 after such a loss.
+        """
+        self._prefix.take(sequence)
         pending = _pending(sequence)
-        num_tokens = min(pending, self._prefill_chunk_size, budget)
-        drafts = sequence.draft_ids[: budget - num_tokens] if num_tokens == pending else []
-        planned = {share.sequence for share in batch}
+        num_tokens = min(pending, self._prefill_chunk_size, room)
+        drafts = sequence.draft_ids[: room - num_tokens] if num_tokens == pending else []
+        num_lost = 0
         while not self.reserve(sequence, sequence.num_computed + num_tokens + len(drafts)):
-            victim = next(other for other in reversed(self._running) if other not in planned)
+            victim = self._running[-1]
+            lost = batch.pop(victim, None)
+            num_lost += lost.size if lost is not None else 0
             self._preempt(victim)
             if victim is sequence:
-                return None
-        return Scheduled(sequence, num_tokens, drafts)
+                return -num_lost
+        self._prefix.count(sequence)
+        batch[sequence] = Scheduled(sequence, num_tokens, drafts)
+        return batch[sequence].size - num_lost
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self.drop_cache(sequence)
         sequence.status = Status.WAITING
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=_turn)
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.status is Status.RUNNING:
@@ -167,6 +186,10 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         self._paused.pop(sequence, None)
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.turn
 
 
 def _pending(sequence: Sequence) -> int:

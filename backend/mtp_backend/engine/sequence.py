@@ -32,6 +32,8 @@ class Sequence:
         num_prompt_tokens: length of the prompt.
         params: the request's parameters.
         paced: steps are asked for by a client, one at a time; otherwise the sequence steps whenever it can.
+        priority: lower goes first.
+        turn: its place among the sequences that run or want to: priority, then the order in which they asked.
         text: the output as text; None where only tokens are wanted.
         processors: what changes its logits, in order; empty for most requests.
         num_computed: positions 0 … num_computed − 1 hold valid target keys in the cache. While decoding this is
@@ -43,7 +45,11 @@ class Sequence:
         draft_probs: the distributions that they were drawn from; empty unless the rule uses them.
         wants_drafts: if paced, the step that commits tokens also makes the drafts of the next.
         thinking: whether the text is between its thinking tokens, where the rule asks.
-        block_table: ids of the cache blocks.
+        block_table: ids of the cache blocks; the first ones may be shared with other sequences.
+        block_keys: what the content of the first full blocks depends on, as keys.
+        num_published: blocks, from the first on, that others may share.
+        num_reused: positions 0 … num_reused − 1 were taken over from other sequences, valid in all layers.
+        num_cached_tokens: num_reused when the prompt was first computed; None before.
         num_generated: tokens generated so far.
         counters: what its drafts came to so far.
         finish_reason: "" while running, then "stop" or "length".
@@ -59,6 +65,8 @@ class Sequence:
     text: IncrementalText | None = None
     processors: list[Processor] = field(default_factory=list)
     status: Status = Status.WAITING
+    priority: int = 0
+    turn: tuple[int, int] = (0, 0)
     num_computed: int = 0
     num_drafted: int = 0
     hidden: Tensor | None = None
@@ -68,6 +76,10 @@ class Sequence:
     wants_drafts: bool = False
     thinking: bool = False
     block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    num_reused: int = 0
+    num_cached_tokens: int | None = None
     num_generated: int = 0
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)
     finish_reason: str = ""

@@ -38,7 +38,7 @@ def attention_batch(layout: BatchLayout, most_rows: int | None) -> AttentionBatc
     query_ends, kv_lens, rows = [], [], []
     starts = [0, *layout.query_ends]
     for sequence, (start, end, keys) in enumerate(zip(starts, layout.query_ends, layout.kv_lens, strict=False)):
-        step = most_rows or end - start
+        step = most_rows or max(end - start, 1)
         for piece_end in [*range(start + step, end, step), end]:
             query_ends.append(piece_end)
             kv_lens.append(keys - (end - piece_end))
@@ -46,4 +46,4 @@ def attention_batch(layout: BatchLayout, most_rows: int | None) -> AttentionBatc
     tables = layout.block_tables.to(torch.int32)
     if len(rows) > len(tables):
         tables = tables[torch.tensor(rows, device=tables.device)]
-    return AttentionBatch(query_ends, kv_lens, tables, causal=len(query_ends) < query_ends[-1])
+    return AttentionBatch(query_ends, kv_lens, tables, causal=len(query_ends) < len(layout.positions))

@@ -242,6 +242,7 @@ class EngineProcess:
             token_ids,
             sequence.finish_reason,
             sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
             sequence.num_generated,
             sequence.counters.num_spec_steps,
             sequence.counters.num_draft_tokens,

@@ -98,6 +98,7 @@ class Generated(Message):
     token_ids: list[int]
     finish_reason: str
     num_input_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     num_spec_steps: int
     num_draft_tokens: int
@@ -169,6 +170,8 @@ class Stats(Message, kw_only=True):
     """
 
     num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
     num_steps: int
     num_step_sequences: int
     num_step_tokens: int

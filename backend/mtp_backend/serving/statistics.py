@@ -29,6 +29,8 @@ class Statistics:
         accepted = now.speculation.accepted - told.speculation.accepted
         return Stats(
             num_generated_tokens=now.num_generated_tokens - told.num_generated_tokens,
+            num_prompt_tokens=now.prefix.num_prompt_tokens - told.prefix.num_prompt_tokens,
+            num_cached_tokens=now.prefix.num_cached_tokens - told.prefix.num_cached_tokens,
             num_steps=now.num_steps - told.num_steps,
             num_step_sequences=now.num_step_sequences - told.num_step_sequences,
             num_step_tokens=now.num_step_tokens - told.num_step_tokens,

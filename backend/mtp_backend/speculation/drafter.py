@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.config import SpeculativeConfig
+from mtp_backend.graphs import DraftChain
 from mtp_backend.models import Networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.sampling import SamplingParams
@@ -30,6 +31,7 @@ class DraftWork:
         num_drafts: drafts to propose, 0 to only bring the draft layers' cache up to date.
         params: the request's parameters, by which drafts are drawn.
         kept: rows that the drafter keeps of the sequence for the next pass, which goes on where this one ends.
+        first: what is before this position rests on no draft in any layer: it was taken over from another sequence.
     """
 
     token_ids: list[int]
@@ -39,6 +41,7 @@ class DraftWork:
     num_drafts: int
     params: SamplingParams = SamplingParams()
     kept: dict[int, Tensor] = field(default_factory=dict)
+    first: int = 0
 
 
 @dataclass
@@ -148,14 +151,22 @@ class EagleDrafter(Drafter):
     The first pass goes over the target's rows; each further one adds a position behind them, with the draft just made
     and, in place of the target's row, the row that made it. The selection of sparse attention goes from pass to pass:
     a layer with an indexer uses it again or replaces it.
+
+    Attributes:
+        chain: makes all passes of greedy sequences that decode as one graph; None without graphs.
     """
+
+    chain: DraftChain | None = None
 
     def propose(self, work: list[DraftWork]) -> list[Drafts]:
         mtp = self._module(0)
         spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
-        rows, selection = self._forward(
-            0, [token for item in work for token in item.token_ids], [item.hidden for item in work], spans
-        )
+        tokens, hidden = [token for item in work for token in item.token_ids], [item.hidden for item in work]
+        if self.chain is not None and all(item.params.temperature == 0 for item in work):
+            made = self.chain.run(tokens, hidden, spans, [item.num_drafts for item in work])
+            if made is not None:
+                return [Drafts(token_ids) for token_ids in made]
+        rows, selection = self._forward(0, tokens, hidden, spans)
         drafts = [Drafts() for _ in work]
         chain = [number for number, item in enumerate(work) if item.num_drafts]
         if chain:
@@ -197,12 +208,12 @@ class VanillaDrafter(Drafter):
             hidden: list[Tensor] = []
             spans: list[Span] = []
             for item, above, made in zip(work, rows, drafts, strict=True):
-                start, end = max(0, item.start - layer), item.start + len(item.token_ids)
+                start, end = max(item.first, item.start - layer), item.start + len(item.token_ids)
                 spans.append(Span(item.block_table, start, end - start))
                 # t[start+1+layer], …, and a draft for each layer above.
                 tokens += (item.token_ids + made.token_ids)[start - end :]
                 if layer:
-                    if item.start >= layer:
+                    if item.start - layer >= item.first:
                         hidden.append(item.kept[layer])
                     # The row of position end − layer, where this layer goes on next time; unused if there is none.
                     item.kept[layer] = above[-layer:][:1].clone()

@@ -111,7 +111,8 @@ class Usage:
 
     def object(self) -> dict[str, Any]:
         chunks = {choice: run.chunk for choice, run in self._last.items()}
-        prompt = sum(chunk.num_input_tokens for choice, chunk in chunks.items() if choice % self._n == 0)
+        prompts = [chunk for choice, chunk in chunks.items() if choice % self._n == 0]
+        prompt = sum(chunk.num_input_tokens for chunk in prompts)
         completion = sum(chunk.num_output_tokens for chunk in chunks.values())
         accepted = sum(chunk.num_accepted_draft_tokens for chunk in chunks.values())
         drafted = sum(chunk.num_draft_tokens for chunk in chunks.values())
@@ -119,6 +120,7 @@ class Usage:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(chunk.num_cached_tokens for chunk in prompts)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,

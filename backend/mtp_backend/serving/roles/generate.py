@@ -51,6 +51,7 @@ class GenerateReply(TritonReply):
                 self._tensor("text_offsets", message.text_offsets, np.int32),
                 self._tensor("finish_reason", message.finish_reason.encode(), object),
                 self._tensor("num_input_tokens", message.num_input_tokens, np.uint32),
+                self._tensor("cached_tokens", message.num_cached_tokens, np.uint32),
                 self._tensor("num_output_tokens", message.num_output_tokens, np.uint32),
                 self._tensor("num_spec_steps", message.num_spec_steps, np.int32),
                 self._tensor("total_draft_tokens", drafts, np.int32),

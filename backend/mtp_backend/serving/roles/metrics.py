@@ -31,6 +31,8 @@ class Metrics:
         self._families: list[Any] = []  # a metric needs its family for as long as it lives
         spec = "mtp_spec_decode_num_"
         self._generated = self._metric("mtp_generation_tokens_total", COUNTER, "Tokens generated")
+        self._prompts = self._metric("mtp_prefix_prompt_tokens_total", COUNTER, "Tokens of prompts")
+        self._cached = self._metric("mtp_prefix_cached_tokens_total", COUNTER, "Tokens of prompts found in the cache")
         self._batches = [
             self._metric("mtp_steps_total", COUNTER, "Passes of the target network"),
             self._metric("mtp_step_sequences_total", COUNTER, "Sequences in the passes of the target network"),
@@ -85,6 +87,8 @@ class Metrics:
         seconds = (stats.draft_seconds, stats.verify_seconds, stats.manage_seconds)
         counted = [
             (self._generated, stats.num_generated_tokens),
+            (self._prompts, stats.num_prompt_tokens),
+            (self._cached, stats.num_cached_tokens),
             *zip(self._batches, (stats.num_steps, stats.num_step_sequences, stats.num_step_tokens), strict=True),
             (self._steps, stats.num_spec_steps),
             (self._drafts, stats.num_draft_tokens),

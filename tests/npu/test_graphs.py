@@ -1,0 +1,152 @@
+"""Graph modes on the emulated NPU: the CPU engine's tokens, one graph for each bucket, padding that is inert."""
+
+import math
+import random
+from unittest.mock import patch
+
+import pytest
+import torch
+from mtp_backend import SamplingParams
+from mtp_backend.graphs import DraftChain
+from mtp_backend.graphs.npugraph import CapturedGraph
+from npu_host import capture
+from npu_host.device import traced
+
+from npu.test_engine import requests as mixed_requests
+
+
+def requests(llm):
+    """Those of test_engine, but only one of them samples: draft chains of greedy sequences alone are graphs."""
+    prompts, params = mixed_requests(llm)
+    greedy = [SamplingParams(max_tokens=own.max_tokens, ignore_eos=True) for own in params]
+    return prompts, [params[1] if index == 1 else own for index, own in enumerate(greedy)]
+
+
+def generate(llm):
+    return [output.token_ids for output in llm.generate(*requests(llm))]
+
+
+def graphs_of(llm):
+    """The target's graphs and the draft chains that an engine has made, by their buckets."""
+    drafter = llm.engine._drafter
+    return llm.engine._runner._target._graphs, drafter.chain._chains if drafter else {}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the engine on the CPU gives, for each checkpoint, type and, where it matters, k."""
+    return {}
+
+
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_float32_equals_cpu(make_llm, expected, name, k):
+    if name not in expected:
+        expected[name] = generate(make_llm(name, "cpu", 0, "float32"))
+    llm = make_llm(name, "npu", k, "float32", graph_mode="npugraph")
+    assert generate(llm) == expected[name]
+    targets, chains = graphs_of(llm)
+    assert len(targets) > 1 and bool(chains) == bool(k)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_bfloat16_equals_cpu(make_llm, name, k):
+    llm = make_llm(name, "npu", k, "bfloat16", graph_mode="npugraph")
+    assert generate(llm) == generate(make_llm(name, "cpu", k, "bfloat16"))
+
+
+def serve(llm, num_steps):
+    """Steps with 1 … 4 sequences that come and go; returns the texts, and for each step how many sequences decoded."""
+    rng, engine, sequences, sizes = random.Random(1), llm.engine, [], []
+    ids = engine.tokenizer.encode("In the beginning God created the heaven and the earth. " * 4).ids
+    for _ in range(num_steps):
+        if sum(not sequence.finish_reason for sequence in sequences) < rng.randint(1, 4):
+            start = rng.randrange(20)
+            params = SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True)
+            sequences.append(engine.new_sequence(ids[start : start + rng.randint(1, 20)], params))
+            engine.add(sequences[-1])
+        sizes.append(len(engine.step()))
+    return [sequence.token_ids for sequence in sequences], sizes
+
+
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_one_capture_for_a_bucket(shallow, make_llm, name):
+    """500 steps; drafts of a network without its upper layers are accepted and rejected."""
+    options = {"path": shallow(name), "graph_capture_sizes": [3, 6, 12]}
+    llm = make_llm(name, "npu", 2, "float32", graph_mode="npugraph", **options)
+    before = capture.state.captures, capture.state.replays
+    texts, sizes = serve(llm, 500 if name == "deepseek" else 100)
+    targets, chains = graphs_of(llm)
+    assert [bucket.num_tokens for bucket in sorted(targets)] == [3, 6, 12] == [own.num_tokens for own in sorted(chains)]
+    assert capture.state.captures - before[0] == 6
+    assert capture.state.replays - before[1] > len(sizes)  # most steps are two replays
+    speculation = llm.engine.totals.speculation
+    assert 0 < speculation.num_accepted_draft_tokens < speculation.num_draft_tokens
+    own = make_llm(name, "cpu", 2, "float32", path=options["path"])
+    assert (texts, sizes) == serve(own, len(sizes))
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_padding_reaches_no_row(make_llm, name):
+    """Before each replay whatever belongs to dummy requests is NaN: their block, their rows and their embeddings."""
+    llm = make_llm(name, "npu", 2, "bfloat16", graph_mode="npugraph", graph_capture_sizes=[12, 24])
+    context = llm.engine._runner._target._context
+    unused = llm.engine.vocab_size - 1
+    prompts, params = requests(llm)
+    prompts, params = prompts[3:6], [SamplingParams(max_tokens=8 + index, ignore_eos=True) for index in range(3)]
+
+    def run():
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+    original, clean = CapturedGraph.run, run()
+    assert not any(unused in text for text in clean)
+    poisoned = []
+
+    def poison(graph, layouts):
+        for layer in context.cache.layers:
+            for tensor in layer:
+                tensor[context.dummy_block] = math.nan
+        for batch, own in graphs_of(llm)[0].values():
+            if own is graph:
+                dummies = (batch.layout.slots // context.block_size == context.dummy_block).nonzero()[:, 0]
+                batch.tokens[dummies] = unused
+                poisoned.append(len(dummies))
+        for chain in graphs_of(llm)[1].values():
+            if chain.graph is graph:
+                dummies = (chain.batches[0].layout.slots // context.block_size == context.dummy_block).nonzero()[:, 0]
+                chain.hidden[dummies] = math.nan
+        return original(graph, layouts)
+
+    embeddings = [context.networks.target.model.embed_tokens, context.networks.mtp[0].embed_tokens]
+    assert context.networks.target.lm_head.weight.data_ptr() != embeddings[0].weight.data_ptr()
+    with torch.no_grad():
+        for embedding in embeddings:
+            embedding.weight[unused] = math.nan
+    with patch.object(CapturedGraph, "run", poison):
+        assert run() == clean
+    assert min(poisoned) >= 3
+
+
+def test_copies_of_a_step(make_llm):
+    """A step is two graphs, and reads back the target's tokens and the drafts."""
+    llm = make_llm("deepseek", "npu", 3, "bfloat16", graph_mode="npugraph")
+    engine = llm.engine
+    for prompt in requests(llm)[0][:3]:
+        engine.add(engine.new_sequence(prompt, SamplingParams(max_tokens=40, ignore_eos=True)))
+    for _ in range(6):
+        engine.step()
+    replays = capture.state.replays
+    with traced() as trace, patch.object(DraftChain, "_make", side_effect=AssertionError):
+        assert len(engine.step()) == 3
+    assert capture.state.replays - replays == 2
+    assert len(trace.copies["device to host"]) == 2
+    assert len(trace.copies["host to device"]) <= 1 + 3 + 1  # each pass its batch, the head its rows
+
+
+def test_larger_batches_run_without_a_graph(make_llm):
+    llm = make_llm("glm", "npu", 1, "bfloat16", graph_mode="npugraph", graph_capture_sizes=[4])
+    assert generate(llm) == generate(make_llm("glm", "cpu", 1, "bfloat16"))
+    assert [bucket.num_sequences for bucket in graphs_of(llm)[0]] == [2]

@@ -250,7 +250,7 @@ def test_a_turn_computes_what_is_new(deepseek, k, engines, prompt_of):
         assert shares == [count + 1], "the appended tokens and the last one before them, which was not fed yet"
     # Another one takes its blocks but gives them back unused for the most part.
     length = len(sequence.token_ids)
-    engine.scheduler._drop_cache(sequence)
+    engine.scheduler.drop_cache(sequence)
     shares.clear()
     engine.append(sequence, prompt_of(2))
     one_step(engine, sequence)

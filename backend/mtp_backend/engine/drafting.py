@@ -51,7 +51,7 @@ class Drafting:
         self._requested = [requested for requested in self._requested if requested is not sequence]
 
     def run(self, stepped: list[Sequence]) -> list[Sequence]:
-        """One pass, for those of a step's sequences that go on by themselves and for those whose client asked.
+        """One pass, for those of a step's sequences that go on by themselves and for those whose client asks.
 
         Returns:
             The sequences whose draft layers have moved on.
@@ -59,8 +59,8 @@ class Drafting:
         requested, self._requested = self._requested, []
         if self._drafter is None:
             return []
-        running = [sequence for sequence in stepped if sequence.status is Status.RUNNING]
-        sequences = running + [sequence for sequence in requested if sequence not in running]
+        going_on = [sequence for sequence in stepped if _goes_on(sequence)]
+        sequences = going_on + [sequence for sequence in requested if sequence not in going_on]
         batch_size = sum(map(_decodes, sequences))
         length = self._length.choose(batch_size) if batch_size else 0
         num_drafts = {sequence: self._reserve(sequence, length) for sequence in sequences}
@@ -92,6 +92,12 @@ class Drafting:
             return 0
         wanted = min(length, room_for_drafts(sequence, self._rules))
         return wanted if self._scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether a sequence that has just stepped steps again without anybody asking, or its client wants drafts."""
+    wanted = sequence.status is Status.PAUSED and sequence.wants_drafts and not sequence.finish_reason
+    return wanted or sequence.status is Status.RUNNING
 
 
 def _decodes(sequence: Sequence) -> bool:

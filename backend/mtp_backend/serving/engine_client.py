@@ -101,6 +101,12 @@ class EngineClient:
         for _, reply in requests:
             reply.fail(Unavailable("the engine is starting again; try again later"))
 
+    def tell(self, told: list[Message]) -> None:
+        """Sends what needs no answer; lost while there is no engine."""
+        with self._lock:
+            if self._commands is not None:
+                self._commands.send(messages.encode(told))
+
     def close(self) -> None:
         """Takes leave of the engine, which ends when its last role has."""
         self._closing.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -22,7 +23,9 @@ from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
 from mtp_backend.serving.compiling import Compilations
+from mtp_backend.serving.gathering import Gathering
 from mtp_backend.serving.messages import (
+    Asked,
     Bye,
     Cancel,
     Failed,
@@ -37,7 +40,8 @@ from mtp_backend.serving.messages import (
 )
 from mtp_backend.serving.rendezvous import Rendezvous
 from mtp_backend.serving.request_times import RequestClock
-from mtp_backend.serving.sessions import Address, Sessions
+from mtp_backend.serving.session import Address
+from mtp_backend.serving.sessions import Sessions
 from mtp_backend.serving.statistics import Statistics
 
 log = logging.getLogger("mtp.engine")
@@ -67,6 +71,7 @@ class EngineProcess:
         self._engine = engine
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
+        self._gathering = Gathering(time.monotonic)
         self._statistics = Statistics(engine)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._compilations = Compilations(engine.compile_grammar, lambda: os.eventfd_write(self._wake, 1))
@@ -89,9 +94,9 @@ class EngineProcess:
 
     def run(self) -> None:
         """The loop."""
+        pause = 0.0
         while self._running:
-            timeout = 0 if self._engine.has_work else int(HOUSEKEEPING_SECONDS * 1000)
-            ready = dict(self._poller.poll(timeout))
+            ready = dict(self._poller.poll(math.ceil(pause * 1000)))
             if self._server in ready:
                 log.info("the inference server has ended")
                 self._end_roles()
@@ -102,7 +107,8 @@ class EngineProcess:
                 self._receive()
             if self._wake in ready:
                 self._resume()
-            if self._engine.has_work:
+            pause = self._pause()
+            if not pause:
                 self._step()
             self._flush()  # the first frame of a role is its Welcome alone
             if time.monotonic() >= self._next_housekeeping:
@@ -144,6 +150,8 @@ class EngineProcess:
                 self._sessions.step(address, message)
             case Propose():
                 self._sessions.propose(address, message)
+            case Asked():
+                self._sessions.asked(message)
             case Cancel():
                 self._cancel(address, message.request)
             case Hello():
@@ -187,6 +195,12 @@ class EngineProcess:
         error = Cancelled("the request was cancelled")
         self._send(address, Failed(request, error.code, str(error)))
 
+    def _pause(self) -> float:
+        """Seconds until the next step starts if nothing happens before."""
+        if not self._engine.has_work:
+            return HOUSEKEEPING_SECONDS
+        return self._gathering.seconds_left(not self._generations and self._sessions.expects_more)
+
     def _step(self) -> None:
         start = time.monotonic()
         try:
@@ -203,7 +217,8 @@ class EngineProcess:
                 self._deliver(output)
             else:
                 self._sessions.deliver(output)
-        self._sessions.deliver_drafts()
+        self._sessions.end_batch()
+        self._gathering.stepped(time.monotonic() - start)
 
     def _deliver(self, output: StepOutput) -> None:
         sequence = output.sequence

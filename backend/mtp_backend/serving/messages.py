@@ -64,6 +64,13 @@ class Propose(Message):
     epoch: int
 
 
+class Asked(Message):
+    """The client of a sequence was given the drafts that came with its last step; nobody waits for an answer."""
+
+    sequence: SequenceId
+    epoch: int
+
+
 class Cancel(Message):
     """Forget a request; a client-paced sequence whose step it is ends."""
 
@@ -109,7 +116,7 @@ class Generated(Message):
 
 
 class Stepped(Message):
-    """Answer to Step."""
+    """Answer to Step. `next_draft_ids`: drafts that were made with the step; None if its client did not ask for any."""
 
     request: int
     token_ids: list[int]
@@ -119,6 +126,7 @@ class Stepped(Message):
     finish_reason: str
     step: int
     epoch: int
+    next_draft_ids: list[int] | None = None
 
     final = True
 
@@ -192,7 +200,7 @@ class Failed(Message):
     final = True
 
 
-ToEngine = Hello | Bye | Generate | Step | Propose | Cancel
+ToEngine = Hello | Bye | Generate | Step | Propose | Asked | Cancel
 FromEngine = Welcome | Generated | Stepped | Proposed | Stats | Failed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -16,7 +16,8 @@ from mtp_backend.serving.sessions import Sessions
 
 pytestmark = pytest.mark.slow
 NUM_CLIENTS = 4
-MAX_TOKENS = 30
+MAX_TOKENS = 24
+MOST_APPENDED = 3  # the prompt is the first: each of them lets a client make its tokens anew
 
 
 @dataclass
@@ -114,7 +115,8 @@ class Play:
         else:
             over, kind = bool(client.answer.finish_reason), self.chance.random()
             end = kind < (0.3 if over else 0.02)
-            tokens = self.chance.choices(range(20, 900), k=3) if 0.9 < kind else None
+            may_append = sum(bool(tokens) for tokens, _, _ in client.requests) < MOST_APPENDED
+            tokens = self.chance.choices(range(20, 900), k=3) if 0.9 < kind and may_append else None
             drafts = None
             if self.engine.num_drafts and (0.8 < kind < 0.95):
                 drafts = self.chance.choice([client.drafts[-1][:1], [], self.chance.choices(range(20, 900), k=1)])

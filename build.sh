@@ -4,6 +4,7 @@
 #   ./build.sh setup          environment, server and commands in .venv; may be repeated
 #   ./build.sh demo           starts the server with each demo model and generates through it
 #   ./build.sh test [GROUP]   all tests, or one group: fast, unit, engine, server, load, npu
+#   ./build.sh soak [TIMES]   the random tests of the server with so many times their requests, and a new seed (100)
 #
 # PYTHON names the interpreter (3.11 or 3.12), TRITONSERVER_BIN a Triton server other than the packaged one.
 set -euo pipefail
@@ -110,9 +111,18 @@ run_tests() {
   esac
 }
 
+# 100 times: 100,000 malformed requests and 20,000 sequences, about an hour and a half at most.
+soak() {
+  export MTP_SOAK=${1:-100} MTP_SEED=${MTP_SEED:-$RANDOM}
+  setup
+  say "soak: $MTP_SOAK times, seed $MTP_SEED (MTP_SEED=$MTP_SEED repeats it)"
+  "$venv/bin/python" -m pytest -s tests/server/test_fuzz.py
+}
+
 case ${1:-} in
   setup) setup ;;
   demo) setup; say "demonstration"; exec "$venv/bin/python" benchmarks/demo.py ;;
   test) run_tests "${2:-all}" ;;
-  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  soak) soak "${2:-100}" ;;
+  *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

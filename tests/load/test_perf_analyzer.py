@@ -30,15 +30,22 @@ def perf_analyzer():
     return TOOLS / "perf_analyzer"
 
 
+@pytest.fixture(scope="session")
+def open_server(server_factory):
+    """Triton's own command line: perf_analyzer asks for statistics, which `mtp serve` restricts."""
+    with server_factory(plain=True) as server:
+        yield server
+
+
 @pytest.fixture
-def load(perf_analyzer, triton_server, tmp_path):
+def load(perf_analyzer, open_server, tmp_path):
     """Runs one load and returns its requests, oldest first."""
 
     def run(model, requests, concurrency):
         export = tmp_path / f"{model}.json"
         env = {
             **os.environ,
-            "URL": triton_server.grpc_url,
+            "URL": open_server.grpc_url,
             "PERF_ANALYZER": str(perf_analyzer),
             "REQUESTS": str(requests),
             "CONCURRENCY": str(concurrency),

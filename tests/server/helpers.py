@@ -77,9 +77,9 @@ def values(tensors):
 class Connection:
     """A tritonclient to one server; for one thread."""
 
-    def __init__(self, server, protocol="grpc"):
+    def __init__(self, server, protocol="grpc", timeout=60.0):
         self._kind = grpc_client if protocol == "grpc" else http_client
-        options = {} if protocol == "grpc" else {"network_timeout": 60.0}
+        options = {} if protocol == "grpc" else {"network_timeout": timeout}
         self.client = self._kind.InferenceServerClient(
             server.grpc_url if protocol == "grpc" else server.http_url, **options
         )

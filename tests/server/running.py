@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = Path(sys.prefix) / "bin"
 TEMPLATES = ROOT / "model_repository" / "templates"
 VALUES = ROOT / "model_repository" / "values"
-START_SECONDS = 120
-STOP_SECONDS = 60
+# A machine that does much else takes long.
+START_SECONDS = 300
+STOP_SECONDS = 120
 
 
 def wait_for(condition, seconds, what):
@@ -47,9 +48,15 @@ def process_table():
     return table
 
 
+def regions_of(record):
+    """Paths of the shared memory regions that a supervisor has recorded."""
+    return [f"/dev/shm/{name}" for name in record.read_text().splitlines()]
+
+
 @dataclass
 class Server:
-    """A running server. `temporary` is its TMPDIR; `stop` checks that nothing of it remains."""
+    """A running server, `process` its supervisor if it has one. `temporary` is its TMPDIR; `stop` checks that nothing
+    of it remains."""
 
     process: subprocess.Popen
     http_url: str
@@ -65,6 +72,21 @@ class Server:
     @property
     def pid(self):
         return self.process.pid
+
+    def triton_pid(self):
+        """The Triton server's process id, None while there is none."""
+        table = process_table()
+        named = {pid for pid, (_, name) in table.items() if name.startswith("tritonserver")}
+        return next((pid for pid in named if self.pid in (pid, table[pid][0])), None)
+
+    def stub_pid(self, model, instance=0):
+        """The process id of a model's stub."""
+        for pid in self.descendants():
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"stub" in command[0] and f"{model}_0_{instance}".encode() in command:
+                    return pid
+        return None
 
     def engine_pid(self):
         """The engine's process id, None while there is no engine."""
@@ -92,8 +114,12 @@ class Server:
         return (used() - before) / seconds
 
     def shared_memory(self):
-        """Shared memory files that the server has mapped."""
-        return set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{self.pid}/maps").read_text()))
+        """Shared memory files that the server has mapped, and the record of them."""
+        if (pid := self.triton_pid()) is None:
+            return set()
+        mapped = set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
+        records = [path for path in Path("/dev/shm").glob("mtp-*.regions") if mapped & set(regions_of(path))]
+        return mapped | set(map(str, records))
 
     def tail(self):
         return "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
@@ -107,6 +133,10 @@ class Server:
                 return b" 200 " in connection.recv(100)
         except OSError:
             return False
+
+    def num_served(self):
+        """How often its supervisor has found it to serve."""
+        return self.log.read_text(errors="replace").count("mtp serve: ready")
 
     def alive(self):
         """Those of the server's processes that still run; a number alone may belong to another process by now."""
@@ -129,9 +159,9 @@ class Server:
             self.note()
             self.process.send_signal(by)
             self.process.wait(STOP_SECONDS)
-            wait_for(lambda: not self.alive(), 20, lambda: f"end of {self.alive()}\n{self.tail()}")
+            wait_for(lambda: not self.alive(), STOP_SECONDS, lambda: f"end of {self.alive()}\n{self.tail()}")
             wait_for(lambda: not list(self.temporary.glob("mtp-*")), 5, lambda: list(self.temporary.rglob("*")))
-            if by != signal.SIGKILL:  # killed at once, Triton itself leaves its shared memory behind
+            if by != signal.SIGKILL:  # what a supervisor that was killed leaves behind, the next one removes
                 assert not [path for path in self.memory if Path(path).exists()]
         finally:
             self.kill()
@@ -185,14 +215,19 @@ def command_line(repository, plain):
 
 
 @contextmanager
-def running_server(values="deepseek-demo.toml", plain=False, **overrides):
-    """Runs a server of its own and stops it, with all checks of `Server.stop`."""
+def running_server(values="deepseek-demo.toml", plain=False, options=(), edit=None, **overrides):
+    """Runs a server of its own, with more options of `mtp serve`, and stops it, with all checks of `Server.stop`.
+
+    `edit` is called with the repository before the start."""
     # Directly in the system's folder: paths of local sockets are at most 107 characters long.
     folder = Path(tempfile.mkdtemp(prefix="mtp-test-"))
     try:
         create_repository(folder / "repository", values, {"dtype": "float32", **overrides})
+        if edit is not None:
+            edit(folder / "repository")
         (folder / "tmp").mkdir()
         command, urls = command_line(folder / "repository", plain)
+        command += options
         with open(folder / "log", "w") as log:
             process = subprocess.Popen(
                 list(map(str, command)), stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(folder / "tmp")}
@@ -200,6 +235,7 @@ def running_server(values="deepseek-demo.toml", plain=False, **overrides):
         server = Server(process, *urls, folder / "repository", folder / "tmp", folder / "log")
         try:
             wait_for(server.ready, START_SECONDS, lambda: f"ready\n{server.tail()}")
+            wait_for(lambda: plain or server.num_served(), START_SECONDS, lambda: f"ready\n{server.tail()}")
             server.note()
             yield server
         except BaseException:

@@ -1,20 +1,17 @@
-"""What becomes of requests, sequences and processes when a client, the engine or the server goes away."""
+"""What becomes of requests and sequences when a client goes away or is silent, and how servers start."""
 
-import os
 import shutil
-import signal
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import pytest
 from safetensors.torch import load, save_file
-from tritonclient.utils import InferenceServerException
 
-from server.helpers import PROMPTS, Connection, Refusal, generate, tokens
-from server.running import COMMANDS, ROOT, process_table, wait_for
+from server.helpers import PROMPTS, Connection, generate, sequence_tensors, tokens
+from server.running import ROOT, wait_for
 from server.test_sequence_batcher import GREEDY, refusal
 
 LONG = {"text_input": PROMPTS[0], "max_tokens": 4000, "ignore_eos": True}
@@ -111,6 +108,53 @@ def test_backlog(small_server):
         connection.end("c")
 
 
+@contextmanager
+def occupied(server):
+    """Both places are taken in the block."""
+    with Connection(server) as connection:
+        for name in ("a", "b"):
+            connection.step(name, start=True, text_input=PROMPTS[0])
+        yield
+        for name in ("a", "b"):
+            connection.end(name)
+
+
+def test_backlog_timeout(small_server):
+    """A START without a place waits no longer than its own `timeout`, in microseconds."""
+    with Connection(small_server) as connection:
+        with occupied(small_server):
+            flags = {"sequence_id": "late", "sequence_start": True, "timeout": 300_000}
+            error = refusal(connection.infer, "speculative", sequence_tensors(text_input="a"), **flags)
+            assert error.code == "UNAVAILABLE"
+            assert "timeout of the corresponding sequence has been expired" in error.message
+        assert "START flag" in refusal(connection.step, "late", step=1).message
+        connection.step("late", start=True, end=True, text_input="a")
+
+
+def test_cancel_in_backlog(small_server, alone):
+    """A START that its client gave up in the backlog is not made and takes no place later."""
+    with Connection(small_server) as connection:
+        with occupied(small_server):
+            error = refusal(connection.step, "given up", start=True, text_input="a", client_timeout=0.5)
+            assert error.code == "DEADLINE_EXCEEDED"
+        assert "START flag" in refusal(connection.step, "given up", step=1).message
+        with occupied(small_server):
+            pass
+        assert tokens(connection.run("given up", PROMPTS[0], GREEDY)) == alone(PROMPTS[0], **GREEDY).token_ids
+
+
+def test_backlog_fill(small_server, alone):
+    """Eight sequences for two places: all wait their turn and have the right tokens."""
+    wanted = [alone(prompt, **GREEDY).token_ids for prompt in PROMPTS]
+
+    def run(number):
+        with Connection(small_server) as connection:
+            return tokens(connection.run(f"fill {number}", PROMPTS[number % 4], GREEDY))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(8))) == wanted * 2
+
+
 def test_idle_sequence_loses_its_place(small_server):
     """Triton gives the places of silent sequences to others."""
     with Connection(small_server) as connection:
@@ -122,119 +166,14 @@ def test_idle_sequence_loses_its_place(small_server):
         assert "must specify the START flag" in refusal(connection.step, "a", step=1).message
 
 
-# Supervision
-
-
-@pytest.fixture
-def own_server(server_factory):
-    with server_factory() as server:
-        yield server
-
-
-def under_load(server, seconds):
-    """Sequences, streams and single answers from eight clients; what each of their errors said, with its time."""
-    end = time.monotonic() + seconds
-    errors = []
-
-    def client(number):
-        while time.monotonic() < end:
-            with Connection(server) as connection:
-                try:
-                    if number % 2:
-                        connection.run(f"{number}", PROMPTS[0], GREEDY | {"max_tokens": 200})
-                    else:
-                        connection.stream(
-                            text_input=PROMPTS[0], stream=number % 4 == 0, max_tokens=400, ignore_eos=True
-                        )
-                except InferenceServerException as error:
-                    errors.append((number, time.monotonic(), Refusal.of(error)))
-                    time.sleep(0.1)
-
-    with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(client, number) for number in range(8)]
-        time.sleep(2)
-        yield errors
-        for future in futures:
-            future.result(timeout=90)
-
-
-def test_engine_killed(own_server, alone):
-    """Open requests fail with UNAVAILABLE at once, and the engine comes back by itself."""
-    engine = own_server.engine_pid()
-    load = under_load(own_server, 5)
-    errors = next(load)
-    assert not errors
-    os.kill(engine, signal.SIGKILL)
-    killed = time.monotonic()
-    wait_for(lambda: {number for number, _, _ in errors} == set(range(8)), 10, f"an error for each client: {errors}")
-    assert all(
-        "UNAVAILABLE" in f"{error.code} {error.message}" or "sequence lost" in error.message for _, _, error in errors
-    ), errors
-
-    def answers():
-        with Connection(own_server) as connection:
-            try:
-                return tokens(connection.run("after", PROMPTS[0], GREEDY)), connection.stream(
-                    text_input=PROMPTS[0], **GREEDY
-                )[0]
-            except InferenceServerException:
-                return None
-
-    ids, answer = wait_for(answers, 20, lambda: f"answers of a new engine; errors {errors[-9:]}\n{own_server.tail()}")
-    print(f"answers again {time.monotonic() - killed:.1f} s after the engine was killed")
-    assert ids == answer["output_ids"] == alone(PROMPTS[0], **GREEDY).token_ids
-    assert own_server.engine_pid() not in (None, engine)
-    next(load, None)
-    with Connection(own_server) as connection:
-        for number in range(1, 8, 2):  # Triton still holds what failed: with an open sequence it takes 30 s to stop
-            connection.step(f"{number}", start=True, end=True, text_input="a")
-    own_server.stop()
-
-
-def test_server_terminated(own_server):
-    """SIGTERM under load: requests that run are finished, then server, stubs and engine end."""
-    load = under_load(own_server, 3)
-    errors = next(load)
-    own_server.stop(signal.SIGTERM)
-    assert not [error for _, _, error in errors if "sequence lost" in error.message]
-
-
-def test_server_killed(own_server):
-    """The engine and the stubs notice that their server was killed, and the rendezvous directory goes with them."""
-    load = under_load(own_server, 3)
-    next(load)
-    own_server.stop(signal.SIGKILL)
-
-
-def test_engine_and_server_killed(own_server):
-    """Also where the stubs are just starting a new engine."""
-    os.kill(own_server.engine_pid(), signal.SIGKILL)
-    time.sleep(0.5)
-    own_server.stop(signal.SIGKILL)
-
-
 # Starting
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "example.com"])
-def test_only_loopback(triton_server, host):
-    command = [COMMANDS / "mtp", "serve", triton_server.repository, "--host", host]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2
-    assert f"--host: got '{host}'; allowed: a loopback address" in done.stderr
-
-
-def test_not_a_repository(tmp_path):
-    done = subprocess.run([COMMANDS / "mtp", "serve", tmp_path], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2 and "repository: got" in done.stderr
 
 
 def test_plain_server(glm_server, triton_server):
     """Triton's own command line serves like `mtp serve`; engines of two servers do not meet."""
     assert glm_server.engine_pid() != triton_server.engine_pid()
     for server in (glm_server, triton_server):
-        name = process_table()[server.pid][1]
-        assert name.startswith("tritonserver")
+        assert server.triton_pid() in {server.pid, *server.descendants()}
         answer = generate(server, text_input=PROMPTS[0], max_tokens=8).json()
         with Connection(server) as connection:
             steps = connection.run("plain", PROMPTS[0], {"max_tokens": 8})

@@ -4,6 +4,7 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from mtp_backend.errors import Cancelled, InvalidArgument
 
@@ -136,7 +137,9 @@ def test_unreadable_request(role):
     """Only that request fails: a batch that fails as a whole after a part of it was answered crashes the server."""
     senders = [Sender() for _ in range(3)]
     requests = [
-        SimpleNamespace(bad=number == 1, get_response_sender=lambda number=number: senders[number])
+        SimpleNamespace(
+            bad=number == 1, request_id=lambda: "r", get_response_sender=lambda number=number: senders[number]
+        )
         for number in range(3)
     ]
     broken = BrokenRole(role)
@@ -160,6 +163,44 @@ def test_batch_is_answered_at_once(role):
     broken.client = SimpleNamespace(
         submit=lambda submissions: [r.answer(SimpleNamespace(draft_ids=[7])) for _, r in submissions]
     )
-    first, second, third = broken._execute(broken, [SimpleNamespace(bad=number == 1) for number in range(3)])
+    first, second, third = broken._execute(
+        broken, [SimpleNamespace(bad=number == 1, request_id=lambda: "") for number in range(3)]
+    )
     assert first == third == {"next_draft_ids": [[7]]}
     assert "UnicodeDecodeError" in second.message
+
+
+@pytest.mark.parametrize("request_id", ["", "r-1", "x" * 128, " ~"])
+def test_request_id(role, request_id):
+    role.triton_io.check_id(SimpleNamespace(request_id=lambda: request_id))
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "a\nb", "a\0", "ä", "\x1b[0m", "\x7f"])
+def test_request_id_refused(role, request_id):
+    with pytest.raises(InvalidArgument, match="id: got .*; allowed: at most 128 printable ASCII characters"):
+        role.triton_io.check_id(SimpleNamespace(request_id=lambda: request_id))
+
+
+def test_request_with_a_wrong_id(role):
+    """It alone is refused, and never read."""
+    senders = [Sender(), Sender()]
+    requests = [
+        SimpleNamespace(bad=False, request_id=lambda: "a\n", get_response_sender=lambda: senders[0]),
+        SimpleNamespace(bad=False, request_id=lambda: "a", get_response_sender=lambda: senders[1]),
+    ]
+    broken = BrokenRole(role)
+    broken.execute(requests)
+    assert broken.submitted == requests[1:] and not senders[1].responses
+    [(response, flags)] = senders[0].responses
+    assert response.code == 1 and flags == 1
+
+
+def test_lengths_are_looked_at_first(role, monkeypatch):
+    io = role.triton_io
+    with pytest.raises(InvalidArgument, match="p: got '262145 characters'; allowed: at most 262144 characters"):
+        io.json_object("p", " " * 262_145)
+    assert io.json_object("p", "{}" + " " * 262_142) == {}
+    monkeypatch.setattr(io, "array", lambda request, name: np.arange(5))
+    assert io.integers(None, "input_ids", 5) == [0, 1, 2, 3, 4]
+    with pytest.raises(InvalidArgument, match="input_ids: got '5 tokens'; allowed: at most 4 tokens"):
+        io.integers(None, "input_ids", 4)

@@ -144,3 +144,41 @@ def test_engine_of_a_dead_server(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "the inference server has ended" in done.stderr
     assert not (tmp_path / "meeting").exists()
+
+
+def test_abandoned_directories(tmp_path, monkeypatch):
+    """Those of dead servers without an engine are removed; nothing else is."""
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    directories = [
+        Rendezvous.of_server(pid, tmp_path / name) for pid, name in ((gone.pid, "a"), (gone.pid, "b"), (1, "a"))
+    ]
+    others = [tmp_path / f"mtp-{os.getuid()}-x-y", tmp_path / f"mtp-test-{gone.pid}-1"]
+    for folder in [meeting.directory for meeting in directories] + others:
+        folder.mkdir()
+        (folder / "lock").touch()
+    directories[1].announce()
+    Rendezvous.remove_abandoned()
+    assert [meeting.directory.exists() for meeting in directories] == [False, True, True]
+    assert all(folder.exists() for folder in others)
+
+
+def test_signs_of_life(meeting):
+    assert meeting.seconds_silent() == 0
+    meeting.show_life()  # while there is no engine: nothing happens
+    meeting.directory.mkdir()
+    meeting.announce()
+    os.utime(meeting.directory / "engine.pid", (0, 0))
+    assert meeting.seconds_silent() > 1e6
+    meeting.show_life()
+    assert meeting.seconds_silent() < 3600
+
+
+def test_failure_is_told_and_forgotten(meeting):
+    meeting.directory.mkdir()
+    assert meeting.failure() is None
+    meeting.report_failure(InvalidArgument("block_size", 0, "1"))
+    assert meeting.failure() == "block_size: got 0; allowed: 1"
+    meeting.clear_failure()
+    assert meeting.failure() is None

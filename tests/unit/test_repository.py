@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from mtp_backend.config import EngineConfig
+from mtp_backend.errors import InvalidArgument
 from mtp_backend.serving.cli import main
-from mtp_backend.serving.repository import create_repository
+from mtp_backend.serving.repository import check_models, create_repository
 
 ROOT = Path(__file__).resolve().parents[2] / "model_repository"
 TEMPLATES = ROOT / "templates"
@@ -213,3 +214,19 @@ def test_same_sequence_settings():
         for m in ("main", "draft")
     ]
     assert settings[0] == settings[1]
+
+
+def test_no_sequence_id_as_control_input():
+    """A long text as id overwrites memory of servers before 25.01 where a model declares such an input."""
+    check_models(TEMPLATES)
+    for config in ROOT.parent.rglob("*.pbtxt"):
+        assert "CONTROL_SEQUENCE_CORRID" not in config.read_text(encoding="utf-8"), config
+
+
+def test_sequence_id_as_control_input_is_refused(tmp_path):
+    assert create(tmp_path / "repository") == 0
+    config = tmp_path / "repository" / "draft" / "config.pbtxt"
+    control = 'control_input [ { name: "ID" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ]'
+    config.write_text(config.read_text().replace("  oldest", f"  {control}\n  oldest"))
+    with pytest.raises(InvalidArgument, match="draft/config.pbtxt: got 'CONTROL_SEQUENCE_CORRID'; allowed: no control"):
+        check_models(tmp_path / "repository")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from mtp_backend.errors import InvalidArgument, MtpError
-from mtp_backend.serving import tritonserver
+from mtp_backend.serving import serve, tritonserver
 from mtp_backend.serving.repository import create_repository
 
 # The project's own templates, beside the package in a checkout.
@@ -24,7 +21,7 @@ SHARED_TEXTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, or 1 when the server failed, or 2 for wrong arguments."""
+    """Runs the command. Returns its exit code: 0, 1 for an error, 2 for wrong arguments; `serve` has more."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -48,13 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     create.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace one value")
     create.set_defaults(run=_create)
 
-    serve = commands.add_parser("serve", help="run the Triton server on a model repository")
-    serve.add_argument("repository", type=Path)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
-    serve.add_argument("--http-port", type=_port, default=8000)
-    serve.add_argument("--grpc-port", type=_port, default=8001)
-    serve.add_argument("--metrics-port", type=_port, default=8002)
-    serve.set_defaults(run=_serve)
+    serve.add_arguments(commands.add_parser("serve", help="run the Triton server on a model repository"))
 
     inspect = commands.add_parser("inspect", help="show what is in a checkpoint and what it takes to serve it")
     inspect.add_argument("checkpoint", type=Path)
@@ -89,15 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
 
     install = commands.add_parser("install-server", help="lay out the backend directory and the server's launcher")
-    install.add_argument("directory", type=Path, nargs="?", default=_server_directory())
+    install.add_argument("directory", type=Path, nargs="?", default=tritonserver.directory())
     install.set_defaults(run=_install)
     return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: 1 … 65535")
-    return int(text)
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -110,23 +95,6 @@ def _create(arguments: argparse.Namespace) -> int:
     create_repository(arguments.templates, arguments.values, overrides, arguments.output)
     print(arguments.output)
     return 0
-
-
-def _serve(arguments: argparse.Namespace) -> NoReturn:
-    if not (arguments.repository / "engine.json").is_file():
-        raise InvalidArgument("repository", str(arguments.repository), "a folder made by `mtp repository create`")
-    try:
-        loopback = ipaddress.ip_address(arguments.host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise InvalidArgument("--host", arguments.host, "a loopback address; put an authenticating proxy in front")
-    launcher = tritonserver.install(_server_directory())
-    options = tritonserver.arguments(
-        arguments.repository, arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port
-    )
-    # This process becomes the server, so that whoever started it holds the server's own process id.
-    os.execv(launcher, [str(launcher), *options])
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -175,8 +143,3 @@ def _export(arguments: argparse.Namespace) -> int:
 def _install(arguments: argparse.Namespace) -> int:
     print(tritonserver.install(arguments.directory))
     return 0
-
-
-def _server_directory() -> Path:
-    """Where this environment keeps its server."""
-    return Path(sys.prefix) / "tritonserver"

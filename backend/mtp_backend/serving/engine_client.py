@@ -56,7 +56,7 @@ class EngineClient:
 
     Args:
         config: the engine configuration file, which also names the rendezvous.
-        server_pid: the inference server; the engine ends with it.
+        server_pid: the inference server, or its supervisor; the engine ends with it.
         metrics: takes what the engine tells about its work, from a thread of its own; None: not wanted.
 
     Attributes:
@@ -71,6 +71,7 @@ class EngineClient:
     def __init__(self, config: Path, server_pid: int, metrics: StatsTaker | None = None) -> None:
         self._config = config
         self._server_pid = server_pid
+        self._parent_pid = os.getppid()
         self._rendezvous = Rendezvous.of_server(server_pid, config)
         self._metrics = metrics
         self._stats: queue.SimpleQueue[Stats | None] = queue.SimpleQueue()  # None: the engine was started again
@@ -190,7 +191,7 @@ class EngineClient:
         """Starts the engine again, waiting longer after each failure; False if the role closes meanwhile."""
         pause = FIRST_RETRY_SECONDS
         while not self._closing.wait(pause):
-            if os.getppid() != self._server_pid:
+            if os.getppid() != self._parent_pid:
                 log.error("the inference server has ended")
                 self._rendezvous.withdraw()
                 os._exit(1)  # nobody else ends this process: the server was killed

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,8 @@ from mtp_backend.serving.sessions import Sessions
 from mtp_backend.serving.statistics import Statistics
 
 log = logging.getLogger("mtp.engine")
-# An engine that no role has been using for this long ends, so that it never outlives its server.
-ORPHAN_SECONDS = 10.0
+# An engine that no role has been using for this long ends. A supervised server that starts again finds it until then.
+ORPHAN_SECONDS = 120.0
 HOUSEKEEPING_SECONDS = 1.0
 
 
@@ -64,10 +65,11 @@ class EngineProcess:
     """Serves one engine on a socket until it is told to end, or its server or all of its roles are gone.
 
     Args:
-        server: file descriptor that tells when the inference server ends.
+        server: file descriptor that tells when the inference server, or its supervisor, ends.
+        show_life: is called about once a second.
     """
 
-    def __init__(self, engine: Engine, socket: zmq.Socket, server: int) -> None:
+    def __init__(self, engine: Engine, socket: zmq.Socket, server: int, show_life: Callable[[], None]) -> None:
         self._engine = engine
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
@@ -82,6 +84,7 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._server = server
+        self._show_life = show_life
         self._poller.register(self._server, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self._last_role = time.monotonic()
@@ -283,6 +286,7 @@ class EngineProcess:
     def _housekeeping(self) -> None:
         now = time.monotonic()
         self._next_housekeeping = now + HOUSEKEEPING_SECONDS
+        self._show_life()
         self._sessions.expire()
         if self._stats_role is not None:
             self._send(self._stats_role, self._statistics.take())
@@ -331,7 +335,7 @@ def main() -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(rendezvous.address)
-    process = EngineProcess(engine, socket, server)
+    process = EngineProcess(engine, socket, server, rendezvous.show_life)
     signal.signal(signal.SIGTERM, process.stop)
     rendezvous.announce()
     log.info(

@@ -12,13 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from mtp_backend.errors import MtpError, Unavailable, from_code
 
 POLL_SECONDS = 0.02
+# Environment variable: the process that the engine ends with, where that is not the inference server itself.
+OWNER = "MTP_OWNER_PID"
 
 
 class Rendezvous:
@@ -33,9 +35,17 @@ class Rendezvous:
 
     @classmethod
     def of_server(cls, server_pid: int, config: Path) -> Rendezvous:
-        """The rendezvous of the roles that one inference server runs with one engine configuration."""
+        """The rendezvous of the roles that one inference server, or its supervisor, runs with one configuration."""
         name = hashlib.sha256(str(config.resolve()).encode()).hexdigest()[:12]
         return cls(Path(tempfile.gettempdir()) / f"mtp-{os.getuid()}-{server_pid}-{name}")
+
+    @classmethod
+    def remove_abandoned(cls) -> None:
+        """Removes the directories of servers that were killed together with their engine."""
+        for directory in Path(tempfile.gettempdir()).glob(f"mtp-{os.getuid()}-*-*"):
+            owner = directory.name.split("-")[2]
+            if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and cls(directory).engine_pid() is None:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def engine_pid(self) -> int | None:
         """Process id of the engine that has announced itself and still runs."""
@@ -80,6 +90,25 @@ class Rendezvous:
     def report_failure(self, error: MtpError) -> None:
         """Called by an engine that cannot start."""
         self._failure_file.write_text(json.dumps([error.code, str(error)]))
+
+    def failure(self) -> str | None:
+        """Why the last engine could not start, None if it could or has not told."""
+        return json.loads(self._failure_file.read_text())[1] if self._failure_file.exists() else None
+
+    def clear_failure(self) -> None:
+        """Forgets it."""
+        self._failure_file.unlink(missing_ok=True)
+
+    def show_life(self) -> None:
+        """Called by the engine's loop about once a second."""
+        with suppress(FileNotFoundError):
+            os.utime(self._pid_file)
+
+    def seconds_silent(self) -> float:
+        """Time since the engine has shown life; 0 while there is none."""
+        with suppress(FileNotFoundError):
+            return time.time() - self._pid_file.stat().st_mtime
+        return 0.0
 
     def _start(self, config: Path, server_pid: int) -> int:
         self._pid_file.unlink(missing_ok=True)

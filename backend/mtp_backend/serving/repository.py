@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import tomllib
@@ -90,3 +91,16 @@ def _check_engine(text: str) -> None:
     for field, path in (("model", config.model), ("draft_model", draft_model or config.model)):
         if not Path(path).is_dir():
             raise InvalidArgument(field, path, "an existing checkpoint directory")
+
+
+def check_models(repository: Path) -> None:
+    """Refuses model configurations that a client could bring the server down with.
+
+    Raises:
+        InvalidArgument: one declares a control input for the sequence id. Triton before 25.01 copies an id that is a
+            text into it whatever its length.
+    """
+    for path in sorted(repository.glob("*/config.pbtxt")):
+        text = path.read_text(encoding="utf-8")
+        if "CONTROL_SEQUENCE_CORRID" in re.sub(r"#.*", "", text):
+            raise InvalidArgument(str(path), "CONTROL_SEQUENCE_CORRID", "no control input for the sequence id")

@@ -14,6 +14,8 @@ from mtp_backend.serving import messages
 # Bits of Triton's C interface. `pb_utils` gets its own names for them only after this file is imported.
 START, END = 1, 2  # request.flags()
 FINAL = 1  # flag of the last response
+MAX_ID_CHARACTERS = 128
+MAX_JSON_CHARACTERS = 1 << 18
 
 _CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
@@ -34,10 +36,27 @@ def inputs(request: Any) -> dict[str, np.ndarray]:
     return {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
 
 
-def integers(request: Any, name: str) -> list[int] | None:
-    """An integer input of any length."""
+def integers(request: Any, name: str, limit: int) -> list[int] | None:
+    """An integer input of any length up to `limit`.
+
+    Raises:
+        InvalidArgument: it is longer, which is found out before anything is made of it.
+    """
     values = array(request, name)
+    if values is not None and values.size > limit:
+        raise InvalidArgument(name, f"{values.size} tokens", f"at most {limit} tokens")
     return None if values is None else values.tolist()
+
+
+def check_id(request: Any) -> None:
+    """Refuses an id that could forge lines of a log or fill it.
+
+    Raises:
+        InvalidArgument: the request's id, which may be empty, is no short printable text.
+    """
+    value = request.request_id()
+    if len(value) > MAX_ID_CHARACTERS or not value.isascii() or not value.isprintable():
+        raise InvalidArgument("id", value, f"at most {MAX_ID_CHARACTERS} printable ASCII characters")
 
 
 def scalar(request: Any, name: str) -> Any | None:
@@ -71,10 +90,12 @@ def json_object(name: str, value: str | None) -> dict[str, Any] | None:
     """Parses a JSON object.
 
     Raises:
-        InvalidArgument: not JSON, not an object, or a value that messages cannot carry.
+        InvalidArgument: too long, not JSON, not an object, or a value that messages cannot carry.
     """
     if value is None:
         return None
+    if isinstance(value, str) and len(value) > MAX_JSON_CHARACTERS:
+        raise InvalidArgument(name, f"{len(value)} characters", f"at most {MAX_JSON_CHARACTERS} characters")
     try:
         parsed = json.loads(value)
     except (ValueError, TypeError, RecursionError) as error:

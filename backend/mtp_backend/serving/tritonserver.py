@@ -111,15 +111,21 @@ def install(directory: Path) -> Path:
     return launcher
 
 
-def arguments(repository: Path, host: str, http_port: int, grpc_port: int, metrics_port: int) -> list[str]:
-    """The server's options: one address for all ports, no model control, models checked at start."""
+def directory() -> Path:
+    """Where this environment keeps its server."""
+    return Path(sys.prefix) / "tritonserver"
+
+
+def arguments(repository: Path, drain_seconds: int) -> list[str]:
+    """The server's options but for who reaches it.
+
+    Args:
+        drain_seconds: the supervisor ends the server after this time; it shall not end by itself before.
+    """
     return [
         f"--model-repository={repository}",
-        f"--http-address={host}",
-        f"--http-port={http_port}",
-        f"--grpc-address={host}",
-        f"--grpc-port={grpc_port}",
-        f"--metrics-address={host}",
-        f"--metrics-port={metrics_port}",
         "--model-control-mode=none",
+        # The configurations are complete; completing them would start every model's process once more.
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={drain_seconds + 5}",
     ]

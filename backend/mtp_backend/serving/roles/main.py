@@ -46,14 +46,14 @@ class MainRole(Role):
         flags = request.flags()
         start, end = bool(flags & triton_io.START), bool(flags & triton_io.END)
         sequence = request.correlation_id()
-        token_ids = triton_io.integers(request, "input_ids")
+        token_ids = triton_io.integers(request, "input_ids", self.client.max_model_len)
         text = triton_io.scalar(request, "text_input")
         if token_ids and text:
             raise InvalidArgument("text_input", text, "nothing beside input_ids")
         if text:
             token_ids = self.tokenize("text_input", text, start=start)
-        draft_ids = triton_io.integers(request, "draft_ids")
-        generated_ids = triton_io.integers(request, "generated_ids")
+        draft_ids = triton_io.integers(request, "draft_ids", self.client.max_model_len)
+        generated_ids = triton_io.integers(request, "generated_ids", self.client.max_model_len)
         step = triton_io.scalar(request, "step")
         parameters = triton_io.scalar(request, "sampling_parameters")
         params = triton_io.json_object("sampling_parameters", parameters) if parameters else None

@@ -17,6 +17,7 @@ from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import triton_io
 from mtp_backend.serving.engine_client import EngineClient
 from mtp_backend.serving.messages import Message
+from mtp_backend.serving.rendezvous import OWNER
 from mtp_backend.serving.roles.metrics import Metrics
 
 log = logging.getLogger("mtp.role")
@@ -109,7 +110,8 @@ class Role(ABC):
         if self.has_metrics:
             labels = {"model": arguments["model_name"], "version": arguments["model_version"]}
             self._metrics = Metrics(labels, config.num_drafts)
-        self.client = EngineClient(config_file, os.getppid(), self._metrics)
+        owner_pid = int(os.environ.get(OWNER) or os.getppid())
+        self.client = EngineClient(config_file, owner_pid, self._metrics)
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer else {}
         self._longest_token = max(map(len, vocabulary), default=0)
 
@@ -120,6 +122,7 @@ class Role(ABC):
         submissions = []
         for request in requests:
             try:
+                triton_io.check_id(request)
                 submission = self.submission(request)
             except MtpError as error:
                 triton_io.send_error(request.get_response_sender(), error)

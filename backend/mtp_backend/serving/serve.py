@@ -1,0 +1,88 @@
+"""The command `mtp serve`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from mtp_backend.config import EngineConfig
+from mtp_backend.errors import InvalidArgument
+from mtp_backend.serving import tritonserver
+from mtp_backend.serving.access import access
+from mtp_backend.serving.canary import questions
+from mtp_backend.serving.repository import ENGINE_FILE, check_models
+from mtp_backend.serving.shared_memory import Regions
+from mtp_backend.serving.supervisor import Service, Supervisor
+
+EPILOG = """exit codes: 0 ended by SIGTERM or SIGINT; 1 no server is installed; 2 wrong arguments or configuration, or a
+port in use; 3 the server did not start; 4 it was started again too often without success; 5 ended by a signal with
+requests cut off. A second signal ends it at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.epilog = EPILOG
+    parser.add_argument("repository", type=Path)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--http-port", type=_port, default=8000)
+    parser.add_argument("--grpc-port", type=_port, default=8001)
+    parser.add_argument("--metrics-port", type=_port, default=8002)
+    parser.add_argument(
+        "--key-file", type=Path, help="file of the key that opens the administrative endpoints (nobody can)"
+    )
+    parser.add_argument("--grpc-tls-cert", type=Path, metavar="PEM", help="certificate of the gRPC port (no TLS)")
+    parser.add_argument("--grpc-tls-key", type=Path, metavar="PEM", help="its private key")
+    parser.add_argument("--grpc-tls-client-ca", type=Path, metavar="PEM", help="clients need a certificate of these")
+    parser.add_argument(
+        "--drain-seconds", type=_seconds, default=30, help="how long requests may go on after SIGTERM (30)"
+    )
+    parser.add_argument(
+        "--hang-seconds", type=_seconds, default=300, help="an engine without a sign of life for this long ends (300)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until a signal comes; returns the exit code."""
+    if not (arguments.repository / ENGINE_FILE).is_file():
+        raise InvalidArgument("repository", str(arguments.repository), "a folder made by `mtp repository create`")
+    check_models(arguments.repository)
+    config = EngineConfig.from_json(arguments.repository / ENGINE_FILE)
+    reached = access(
+        arguments.host,
+        (arguments.http_port, arguments.grpc_port, arguments.metrics_port),
+        arguments.key_file,
+        arguments.grpc_tls_cert,
+        arguments.grpc_tls_key,
+        arguments.grpc_tls_client_ca,
+    )
+    launcher = tritonserver.install(tritonserver.directory())
+    logging.basicConfig(level=logging.INFO, format="mtp serve: %(message)s", stream=sys.stderr)
+    options = tritonserver.arguments(arguments.repository, arguments.drain_seconds) + reached.options()
+    service = Service(
+        [str(launcher), *options],
+        arguments.repository,
+        arguments.host,
+        arguments.http_port,
+        arguments.metrics_port,
+        arguments.drain_seconds,
+        arguments.hang_seconds,
+        questions(arguments.repository, has_tokenizer=(Path(config.model) / "tokenizer.json").is_file()),
+    )
+    return Supervisor(service, Regions()).run()
+
+
+def _port(text: str) -> int:
+    return _integer(text, 1, 65535)
+
+
+def _seconds(text: str) -> int:
+    return _integer(text, 1, 86400)
+
+
+def _integer(text: str, low: int, high: int) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: {low} … {high}")
+    return int(text)

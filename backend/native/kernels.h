@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "attention.h"
+
 namespace mtp {
 
 using bf16 = std::uint16_t;
@@ -33,10 +35,14 @@ constexpr std::int64_t packed_size(std::int64_t m, std::int64_t k) { return pack
   void linear_pack(const Linear&, std::int64_t begin, std::int64_t end);   /* items: pack_items(m) */     \
   std::int64_t linear_items(const Linear&);                                                               \
   void linear(const Linear&, std::int64_t begin, std::int64_t end);        /* items: linear_items */      \
+  std::int64_t attention_memory(const Attention&);  /* bytes that `attend` needs, on a multiple of 64 */  \
+  void attend(const Attention&, const AttentionItem&, float* partials, void* memory);                     \
+  void fold_partials(const Attention&, const AttentionItem&, std::int64_t query, float* partials);        \
   }
 
 #define MTP_ALL_KERNELS(use, level) \
-  use(level, pack_items) use(level, linear_pack) use(level, linear_items) use(level, linear)
+  use(level, pack_items) use(level, linear_pack) use(level, linear_items) use(level, linear) \
+  use(level, attention_memory) use(level, attend) use(level, fold_partials)
 
 MTP_DECLARE_KERNELS(amx)
 MTP_DECLARE_KERNELS(avx512)

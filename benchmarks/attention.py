@@ -85,7 +85,8 @@ def main() -> None:
         times = [least_seconds(call) for call in calls[: 1 + options.reference]]
         size = sum(cache.numel() for cache in caches) * 2
         multiplied = 2 * tokens * options.heads * (context - (rows - 1) / 2) * (256 if options.kv_heads else 1088)
-        line = f"{context:7} {rows:4} {batch:5} | {times[0] * 1e6:7.0f} {size / times[0] / 1e9:5.1f} {multiplied / times[0] / 1e9:6.0f}"
+        line = f"{context:7} {rows:4} {batch:5} | {times[0] * 1e6:7.0f} "
+        line += f"{size / times[0] / 1e9:5.1f} {multiplied / times[0] / 1e9:6.0f}"
         if options.reference:
             line += f" | {times[1] * 1e6:9.0f} {times[1] / times[0]:6.1f}"
         print(line, flush=True)

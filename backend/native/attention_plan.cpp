@@ -13,7 +13,8 @@ std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b;
 std::int64_t count_selected(const Attention& job, std::int64_t row) {
   const std::int32_t* begin = job.selection + row * job.top_k;
   std::int64_t count = std::partition_point(begin, begin + job.top_k, [](auto at) { return at >= 0; }) - begin;
-  if (!count) throw std::invalid_argument("selection: row " + std::to_string(row) + " selects nothing; allowed: 1 or more");
+  if (!count)
+    throw std::invalid_argument("selection: row " + std::to_string(row) + " selects nothing; allowed: 1 or more");
   return count;
 }
 

@@ -65,7 +65,8 @@ template <int ROWS, int GROUPS, int AT = 0>
 inline void add_products(const RowTile* rows, std::int64_t step) {
   if constexpr (AT < ROWS * GROUPS) {
     constexpr int RIGHT = ROWS * GROUPS, LEFT = RIGHT + GROUPS + AT / GROUPS % 2;
-    if constexpr (AT % GROUPS == 0) tile_load<LEFT>(rows[AT / GROUPS].data + step * STEP, rows[AT / GROUPS].stride * 2);
+    const RowTile& left = rows[AT / GROUPS];
+    if constexpr (AT % GROUPS == 0) tile_load<LEFT>(left.data + step * STEP, left.stride * 2);
     tile_dot<AT, LEFT, RIGHT + AT % GROUPS>();
     add_products<ROWS, GROUPS, AT + 1>(rows, step);
   }

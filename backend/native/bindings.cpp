@@ -4,15 +4,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings.h"
 #include "kernels.h"
 #include "levels.h"
-#include "tensors.h"
 
 namespace {
 
 using at::Tensor;
-using mtp::check;
-using mtp::data;
 namespace py = pybind11;
 
 // Fewer bytes than this for each thread are not worth waking one.
@@ -23,6 +21,19 @@ template <typename Kernel>
 void share_out(std::int64_t items, std::int64_t bytes, const Kernel& kernel) {
   std::int64_t threads = std::clamp<std::int64_t>(bytes / BYTES_FOR_A_THREAD, 1, at::get_num_threads());
   at::parallel_for(0, items, (items + threads - 1) / threads, kernel);
+}
+
+void check(const Tensor& tensor, const char* name, at::ScalarType type, std::int64_t dims) {
+  TORCH_CHECK(tensor.device().is_cpu(), name, ": on ", tensor.device(), "; allowed: cpu");
+  TORCH_CHECK(tensor.scalar_type() == type, name, ": ", tensor.scalar_type(), "; allowed: ", type);
+  TORCH_CHECK(tensor.dim() == dims, name, ": ", tensor.dim(), " dimensions; allowed: ", dims);
+  TORCH_CHECK(dims == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1, name,
+              ": elements of the last dimension lie apart; allowed: next to each other");
+}
+
+template <typename T = mtp::bf16>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool wide) {

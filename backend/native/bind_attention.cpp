@@ -1,20 +1,19 @@
 // Attention's part of the Python module.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
-#include <memory>
 #include <optional>
 
 #include "attention_plan.h"
-#include "kernels.h"
+#include "bindings.h"
 #include "tensors.h"
 
 namespace mtp {
 namespace {
 
-using at::Tensor;
 using Lengths = std::vector<std::int64_t>;
 
 // Fewer multiply-adds than this for each thread are not worth waking one.
@@ -41,24 +40,19 @@ void take_turns(std::int64_t items, std::int64_t threads, const Work& work) {
 }
 
 Attention::Queries queries_of(const Tensor& query, const char* name) {
-  check(query, name, at::kBFloat16, 3);
+  check(query, name, at::kBFloat16, {-1, -1, -1});
   return {data(query), query.stride(0), query.stride(1), query.size(2)};
 }
 
 Attention::Cache cache_of(const Tensor& cache, const char* name) {
-  check(cache, name, at::kBFloat16, 4);
-  TORCH_CHECK(cache.is_contiguous(), name, ": not contiguous; allowed: [blocks, block, heads, width] without gaps");
+  check(cache, name, at::kBFloat16, {-1, -1, -1, -1}, true);
   return {data(cache), cache.stride(1), cache.stride(2), cache.size(3)};
-}
-
-void check_shape(const Tensor& tensor, const char* name, at::IntArrayRef allowed) {
-  TORCH_CHECK(tensor.sizes() == allowed, name, ": ", tensor.sizes(), "; allowed: ", allowed);
 }
 
 // Every position that is to be read has a block of the cache.
 void check_layout(std::int64_t tokens, const Lengths& query_ends, const Lengths& kv_lens, const Tensor& tables,
                   const Tensor& cache) {
-  check(tables, "block_tables", at::kLong, 2);
+  check(tables, "block_tables", at::kLong, {-1, -1});
   std::int64_t sequences = std::int64_t(query_ends.size()), blocks = cache.size(0), size = cache.size(1), end = 0;
   TORCH_CHECK(std::int64_t(kv_lens.size()) == sequences, "kv_lens: ", kv_lens.size(), " values; allowed: ", sequences,
               ", as query_ends has");
@@ -112,14 +106,12 @@ Tensor mla_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor&
   job.parts = 2;
   job.queries[0] = queries_of(q_latent, "q_latent"), job.queries[1] = queries_of(q_rope, "q_rope");
   job.keys[0] = job.values = cache_of(latent, "latent"), job.keys[1] = cache_of(rope, "rope");
-  std::int64_t tokens = q_latent.size(0), blocks = latent.size(0), size = latent.size(1);
-  check_shape(q_rope, "q_rope", {tokens, q_latent.size(1), rope.size(3)});
-  check_shape(latent, "latent", {blocks, size, 1, q_latent.size(2)});
-  check_shape(rope, "rope", {blocks, size, 1, rope.size(3)});
+  std::int64_t tokens = q_latent.size(0);
+  check(latent, "latent", at::kBFloat16, {-1, -1, 1, q_latent.size(2)});
+  check(rope, "rope", at::kBFloat16, {latent.size(0), latent.size(1), 1, -1});
+  check(q_rope, "q_rope", at::kBFloat16, {tokens, q_latent.size(1), rope.size(3)});
   if (selection) {
-    check(*selection, "selection", at::kInt, 2);
-    TORCH_CHECK(selection->is_contiguous(), "selection: not contiguous; allowed: [tokens, top_k] without gaps");
-    check_shape(*selection, "selection", {tokens, selection->size(1)});
+    check(*selection, "selection", at::kInt, {tokens, -1}, true);
     job.selection = data<std::int32_t>(*selection), job.top_k = selection->size(1);
   }
   return attention(job, q_latent, latent, query_ends, kv_lens, block_tables, scale);
@@ -131,8 +123,8 @@ Tensor gqa_attention(const Tensor& query, const Tensor& key, const Tensor& value
   job.parts = 1;
   job.queries[0] = queries_of(query, "query");
   job.keys[0] = cache_of(key, "key"), job.values = cache_of(value, "value");
-  TORCH_CHECK(key.sizes() == value.sizes(), "value: ", value.sizes(), "; allowed: ", key.sizes(), ", as key has");
-  TORCH_CHECK(query.size(2) == key.size(3), "query: width ", query.size(2), "; allowed: ", key.size(3), ", as key has");
+  check(value, "value", at::kBFloat16, key.sizes());
+  check(query, "query", at::kBFloat16, {-1, -1, key.size(3)});
   return attention(job, query, value, query_ends, kv_lens, block_tables, scale);
 }
 

@@ -1,0 +1,10 @@
+// Parts of the module that other sources bind.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace mtp {
+
+void bind_attention(pybind11::module_& module);
+
+}  // namespace mtp

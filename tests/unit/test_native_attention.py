@@ -19,9 +19,12 @@ TOLERANCE = {"rtol": 2**-7, "atol": 2**-7}
 @pytest.fixture(autouse=True, params=LEVELS)
 def level(request):
     torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     native.use_level(request.param)
     yield request.param
     native.use_level(LEVELS[0])
+    torch.set_num_threads(before)
 
 
 def normal(*shape):
@@ -49,9 +52,8 @@ class Batch:
 
     def fill(self, span, content):
         for cache, values in zip(self.caches, content, strict=True):
-            size = cache.shape[1]
-            for at, value in enumerate(values):
-                cache[span.block_table[at // size], at % size] = value
+            at = torch.arange(len(values))
+            cache[torch.tensor(span.block_table)[at // cache.shape[1]], at % cache.shape[1]] = values
 
     def alone(self, sequence, length, rows, block_size):
         """The last `rows` of the first `length` tokens of a sequence, by themselves and elsewhere."""
@@ -107,7 +109,6 @@ def test_ragged_batch_is_as_the_reference_and_reads_no_foreign_slot(case):
 def test_rows_do_not_depend_on_batch_rows_blocks_or_threads(case):
     attend, batch, query = case
     result = attend(batch, query)
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
     assert torch.equal(attend(batch, query), result)
     torch.set_num_threads(1)
@@ -118,19 +119,17 @@ def test_rows_do_not_depend_on_batch_rows_blocks_or_threads(case):
             alone = batch.alone(sequence, length - behind, kept, block_size=11)
             part = slice(end - behind - kept, end - behind)
             assert torch.equal(attend(alone, [q[part] for q in query]), result[part])
-    torch.set_num_threads(before)
 
 
 def test_long_sequences_are_split_over_threads_without_a_change():
     sequences = [(5000, 2), (40, 1)]
     batch = Batch(sequences, 16, (96, 32))
     query = [normal(3, 16, 96), normal(3, 16, 32)]
-    before = torch.get_num_threads()
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         results.append(mla(batch, query))
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
     torch.testing.assert_close(results[0].float(), reference(batch, query), **TOLERANCE)
     assert all(torch.equal(result, results[0]) for result in results)
 

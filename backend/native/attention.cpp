@@ -7,7 +7,7 @@ void write_output(const Attention& job, std::int64_t row, std::int64_t head, con
   bf16* to = job.output + (row * job.heads + head) * job.values.width;
   for (std::int64_t j = 0; j < job.values.width; j += LANES) {
     Vec vec = load(total + mtp::PARTIAL_HEADER + j) / total[1];
-    std::int64_t count = smaller(LANES, job.values.width - j);
+    std::int64_t count = least(LANES, job.values.width - j);
     if (count == LANES)
       store(to + j, vec);
     else

@@ -103,7 +103,7 @@ struct AttendItem {
   std::int64_t position(std::int64_t i) const { return item.first_position + row(i) - item.first_row; }
   std::int64_t positions_in(std::int64_t tile) const {
     std::int64_t left = length - tile * ATTENTION_TILE;
-    return left < 0 ? 0 : smaller(ATTENTION_TILE, left);
+    return left < 0 ? 0 : least(ATTENTION_TILE, left);
   }
 
   // The row's selection in the order of positions, so that nothing depends on the order in which it names them.
@@ -126,7 +126,7 @@ struct AttendItem {
     for (std::int64_t j = 0; j < count;) {
       std::int64_t at = item.selected < 0 ? begin + j : memory.selected[begin + j];
       std::int64_t slot = table[at / size] * size + at % size;
-      std::int64_t end = item.selected < 0 ? smaller(count, j + size - at % size) : j + 1;
+      std::int64_t end = item.selected < 0 ? least(count, j + size - at % size) : j + 1;
       for (; j < end; ++j) memory.next_slots[j] = slot++;
     }
   }
@@ -175,14 +175,14 @@ struct AttendItem {
     for (int part = 0; part < job.parts; ++part) find_keys(part, count);
     for (std::int64_t at = 0; at < count; at += SLAB) {
       if (tile == item.first_tile)
-        for (std::int64_t j = at + SLAB; j < smaller(count, at + 2 * SLAB); ++j) fetch(memory.slots[j]);
+        for (std::int64_t j = at + SLAB; j < least(count, at + 2 * SLAB); ++j) fetch(memory.slots[j]);
       for (int part = 0; part < job.parts; ++part)
-        multiply(memory.keys[part] + at / BLOCK, smaller(SLAB, count - at), memory.queries[part],
+        multiply(memory.keys[part] + at / BLOCK, least(SLAB, count - at), memory.queries[part],
                  memory.scores + at * columns, columns, part > 0);
     }
     for (std::int64_t i = 0; i < columns; ++i)
       memory.limits[i] = std::int32_t(
-          item.selected >= 0 || i >= item.queries ? count : smaller(count, position(i) + 1 - begin));
+          item.selected >= 0 || i >= item.queries ? count : least(count, position(i) + 1 - begin));
     softmax_tile(memory.scores, columns, count, columns / BLOCK, memory.limits, scale, memory.weights, ATTENTION_TILE,
                  memory.greatest, memory.sums);
     for (std::int64_t i = 0; i < item.queries; ++i)
@@ -197,7 +197,7 @@ struct AttendItem {
     for (std::int64_t first = 0; first < count; first += PIECE) {
       for (std::int64_t i = 0; i < columns; i += BLOCK)
         memory.weight_tiles[i / BLOCK] = {memory.weights + i * ATTENTION_TILE + first, ATTENTION_TILE};
-      std::int64_t given = smaller(PIECE, count - first);
+      std::int64_t given = least(PIECE, count - first);
       PairTiles values = memory.values;
       values.steps = round_up(given, STEP) / STEP;
       pack_rows(values, memory.rows + first, given, job.values.width, memory.spare, [&](std::int64_t j) {

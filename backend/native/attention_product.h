@@ -88,7 +88,7 @@ inline void multiply(const RowTile* tiles, std::int64_t count, const PairTiles& 
   for (std::int64_t at = 0; at < count;) {
     RowTile rows = tiles[at / BLOCK];
     rows.data += at % BLOCK * rows.stride;
-    std::int64_t left = smaller(count - at, BLOCK - at % BLOCK);
+    std::int64_t left = least(count - at, BLOCK - at % BLOCK);
     float* to = c + at * c_stride;
     if (left >= MOST_ROWS) {
       multiply_rows<MOST_ROWS>(rows, packed, to, c_stride, accumulate);

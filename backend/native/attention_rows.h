@@ -23,8 +23,6 @@ struct PairTiles {
   Pair* tile(std::int64_t step, std::int64_t group) const { return data + (step * groups + group) * BLOCK * BLOCK; }
 };
 
-inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
 constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -63,10 +61,10 @@ inline void transpose(const Pair from[BLOCK][BLOCK], Pair* to, std::int64_t stri
 template <typename Column>
 inline void pack_columns(const PairTiles& packed, std::int64_t columns, std::int64_t width, Column column) {
   for (std::int64_t group = 0; group < packed.groups; ++group) {
-    std::int64_t count = smaller(BLOCK, columns - group * BLOCK);
+    std::int64_t count = least(BLOCK, columns - group * BLOCK);
     for (std::int64_t step = 0; step < packed.steps; ++step) {
       alignas(64) Pair block[BLOCK][BLOCK] = {};
-      std::int64_t given = smaller(STEP, width - step * STEP);
+      std::int64_t given = least(STEP, width - step * STEP);
       for (std::int64_t i = 0; i < count; ++i)
         __builtin_memcpy(block[i], column(group * BLOCK + i) + step * STEP, given * sizeof(bf16));
       transpose(block, packed.tile(step, group), BLOCK);

@@ -62,7 +62,7 @@ inline void softmax_tile(float* scores, std::int64_t stride, std::int64_t positi
   std::int64_t padded = round_up(positions, STEP);
   for (std::int64_t first = 0; first < groups * BLOCK; first += BLOCK) {
     std::int64_t seen_by_all = positions;
-    for (int i = 0; i < BLOCK; ++i) seen_by_all = smaller(seen_by_all, limits[first + i] > 0 ? limits[first + i] : 0);
+    for (int i = 0; i < BLOCK; ++i) seen_by_all = least(seen_by_all, limits[first + i] > 0 ? limits[first + i] : 0);
     Vec most[VECS], sum[VECS];
     for (int v = 0; v < VECS; ++v) {
       ScoreColumn column{scores + first + v * LANES, stride};

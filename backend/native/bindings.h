@@ -5,6 +5,7 @@
 
 namespace mtp {
 
+void bind_elementwise(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
 
 }  // namespace mtp

@@ -30,7 +30,7 @@ bool has_amx() {
 }
 #endif
 
-#define MTP_ENTRY(level, kernel) level::kernel,
+#define MTP_ENTRY(level, kernel, result, parameters) level::kernel,
 #define MTP_TABLE(level) \
   Kernels { #level, MTP_ALL_KERNELS(MTP_ENTRY, level) }
 

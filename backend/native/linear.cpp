@@ -39,4 +39,39 @@ void linear(const Linear& job, std::int64_t begin, std::int64_t end) {
   }
 }
 
+namespace {
+constexpr std::int64_t WIDE_N = 4;
+
+template <int N>
+inline void wide_row(const WideLinear& job, const float* w, const bf16* x, float* y) {
+  Vec acc[N] = {};
+  std::int64_t at = 0;
+  for (; at + LANES <= job.k; at += LANES) {
+    Vec row = load(x + at);
+    for (int n = 0; n < N; ++n) acc[n] += row * load(w + n * job.k + at);
+  }
+  if (at < job.k) {
+    Vec row = load_part(x + at, job.k - at);
+    for (int n = 0; n < N; ++n) acc[n] += row * load_part(w + n * job.k + at, job.k - at);
+  }
+  for (int n = 0; n < N; ++n) y[n] = sum(acc[n]);
+}
+}  // namespace
+
+// One item: WIDE_N rows of w with all rows of x.
+std::int64_t wide_linear_items(const WideLinear& job) { return (job.n + WIDE_N - 1) / WIDE_N; }
+
+void wide_linear(const WideLinear& job, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t first = begin * WIDE_N; first < least(end * WIDE_N, job.n); first += WIDE_N)
+    for (std::int64_t m = 0; m < job.m; ++m) {
+      const bf16* x = job.x + m * job.x_stride;
+      const float* w = job.w + first * job.k;
+      float* y = job.y + m * job.n + first;
+      if (first + WIDE_N <= job.n)
+        wide_row<WIDE_N>(job, w, x, y);
+      else
+        for (std::int64_t n = 0; n < job.n - first; ++n) wide_row<1>(job, w + n * job.k, x, y + n);
+    }
+}
+
 }  // namespace mtp::MTP_LEVEL

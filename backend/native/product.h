@@ -24,8 +24,6 @@ struct Packed {
   }
 };
 
-inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
 }  // namespace
 
 #if defined(MTP_AMX)

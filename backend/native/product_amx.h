@@ -108,11 +108,9 @@ inline void product_tiles(const bf16* w, std::int64_t w_stride, std::int64_t n, 
   _tile_zero(2);
   _tile_zero(3);
   std::int64_t whole = n == N ? k / STEP * STEP : 0;
-  for (std::int64_t at = 0; at < whole; at += STEP) {
+  // No software prefetch: the machine's own is as fast here, and both together are slower.
+  for (std::int64_t at = 0; at < whole; at += STEP)
     product_step<TWO_N, TWO_M>(w + at, w_stride, x + at * columns, group, columns);
-    if (!TWO_M)  // few rows of x: the time goes into reading w
-      for (int i = 0; i < N; ++i) prefetch(w + (N + i) * w_stride + at);
-  }
   WeightTile edge;
   for (std::int64_t at = whole; at < k; at += STEP) {
     edge.fill(w + at, w_stride, n, least(STEP, k - at));

@@ -16,8 +16,9 @@ inline void pack_group(bf16* packed, std::int64_t m, std::int64_t k, std::int64_
   }
 }
 
+// `first`: of the products with these rows of w, the one that fetches the next rows.
 template <int N, int M>
-inline void product_tile(const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
+inline void product_tile(bool first, const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
                          float* out) {
   Vec acc[M][N] = {};
   std::int64_t at = 0;
@@ -25,7 +26,7 @@ inline void product_tile(const bf16* w, std::int64_t w_stride, const bf16* x, st
     Pack weights[N];
     for (int n = 0; n < N; ++n) {
       weights[n] = load_pack(w + n * w_stride + at);
-      if (M == 1) prefetch(w + (N + n) * w_stride + at);
+      if (first) prefetch(w + (N + n) * w_stride + at);
     }
     for (int m = 0; m < M; ++m) {
       Pack row = load_pack(x + m * x_stride + at);
@@ -45,9 +46,9 @@ template <int N>
 inline void product_columns(const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
                             std::int64_t rows, float* out) {
   std::int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) product_tile<N, 4>(w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
-  for (; m + 2 <= rows; m += 2) product_tile<N, 2>(w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
-  for (; m < rows; ++m) product_tile<N, 1>(w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
+  for (; m + 4 <= rows; m += 4) product_tile<N, 4>(m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
+  for (; m + 2 <= rows; m += 2) product_tile<N, 2>(m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
+  for (; m < rows; ++m) product_tile<N, 1>(m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
 }
 
 // out[m][n] for `n` ≤ BLOCK_N rows of w and the packed rows of one block; out is [BLOCK_M][BLOCK_N].

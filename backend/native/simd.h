@@ -52,9 +52,10 @@ inline void store(bf16* to, Vec vec) {
   __builtin_memcpy(to, &halves, sizeof halves);
 }
 
-// The first `count` < LANES elements; the others are 0, and are not stored.
+// The first `count` ≤ LANES elements; the others are 0, and are not stored.
 template <typename T>
 inline Vec load_part(const T* from, std::int64_t count) {
+  if (count == LANES) return load(from);
   T values[LANES] = {};
   __builtin_memcpy(values, from, count * sizeof(T));
   return load(values);
@@ -62,6 +63,7 @@ inline Vec load_part(const T* from, std::int64_t count) {
 
 template <typename T>
 inline void store_part(T* to, Vec vec, std::int64_t count) {
+  if (count == LANES) return store(to, vec);
   T values[LANES];
   store(values, vec);
   __builtin_memcpy(to, values, count * sizeof(T));
@@ -73,6 +75,40 @@ inline float to_float(bf16 value) {
   __builtin_memcpy(&result, &bits, sizeof result);
   return result;
 }
+
+inline bf16 to_bf16(float value) {
+  bf16 lanes[LANES];
+  store(lanes, splat(value));
+  return lanes[0];
+}
+
+// To bfloat16 and back.
+inline Vec rounded(Vec vec) {
+  bf16 halves[LANES];
+  store(halves, vec);
+  return load(halves);
+}
+
+// e^x to about 2e-7; at least e^-87, at most e^88 (Cody and Waite's reduction, Taylor's polynomial).
+inline Vec exp(Vec x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  constexpr float ROUND = 12582912.0f;  // 1.5 · 2^23: adding it leaves an integer
+  Vec n = (x * 1.44269504f + ROUND) - ROUND;
+  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec series = splat(1.0f / 5040) * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r * r + r + 1.0f;
+  Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return series * (Vec)exponent;
+}
+
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline Vec swiglu(Vec gate, Vec up) { return gate * sigmoid(gate) * up; }
 
 // Always in the same order: halves are added until one lane is left.
 inline float sum(Vec vec) {
@@ -111,6 +147,8 @@ inline Vec dot(Vec acc, Pack a, Pack b) {  // the compiler contracts to fused mu
   return acc + (Vec)(a & 0xffff0000u) * (Vec)(b & 0xffff0000u);
 }
 #endif
+
+inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 

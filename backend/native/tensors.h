@@ -1,13 +1,29 @@
-// What the bindings share: checks of tensors by name.
+// What the bindings share: checks of tensors by name, and sharing kernels out over torch's threads.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 
 #include "kernels.h"
 
 namespace mtp {
 
 using at::Tensor;
+
+// Fewer bytes than this for each thread are not worth waking one.
+constexpr std::int64_t BYTES_FOR_A_THREAD = 1 << 16;
+
+// Runs kernel(job, begin, end) over [0, items) on as many threads as `bytes` of memory traffic are worth.
+template <typename Job>
+void share_out(std::int64_t items, std::int64_t bytes, void (*kernel)(const Job&, std::int64_t, std::int64_t),
+               const Job& job) {
+  std::int64_t threads = std::clamp<std::int64_t>(bytes / BYTES_FOR_A_THREAD, 1, at::get_num_threads());
+  at::parallel_for(0, items, (items + threads - 1) / threads,
+                   [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+}
 
 // Sizes of −1 may be any. The last dimension's elements must lie next to each other, all of them if `dense`.
 inline void check(const Tensor& tensor, const char* name, at::ScalarType type, at::IntArrayRef shape,
@@ -26,5 +42,14 @@ template <typename T = bf16>
 T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
+
+// [tokens, heads, width] as kernels take it.
+inline Rows rows_of(const Tensor& x) {
+  return {data(x), x.stride(0), x.stride(1), x.size(0), x.size(1), x.size(2)};
+}
+
+inline Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type) { return at::empty(shape, at::device(at::kCPU).dtype(type)); }
+
+inline Tensor new_tensor(at::IntArrayRef shape) { return new_tensor(shape, at::kBFloat16); }
 
 }  // namespace mtp

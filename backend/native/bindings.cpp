@@ -144,4 +144,5 @@ PYBIND11_MODULE(_native, module) {
   module.def("select_experts", &select_experts, "As `Ops.select_experts`.");
   module.def("grouped_experts", &grouped_experts, "As `Ops.grouped_experts`.");
   bind_elementwise(module);
+  bind_attention(module);
 }

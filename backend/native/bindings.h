@@ -6,5 +6,6 @@
 namespace mtp {
 
 void bind_elementwise(pybind11::module_& module);
+void bind_attention(pybind11::module_& module);
 
 }  // namespace mtp

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "attention.h"
+
 namespace mtp {
 
 using bf16 = std::uint16_t;
@@ -145,7 +147,10 @@ struct Experts {
   use(level, experts_pack_inner, void, (const Experts&, std::int64_t begin, std::int64_t end)) /* active */ \
   use(level, experts_down_items, std::int64_t, (const Experts&))                                        \
   use(level, experts_down, void, (const Experts&, std::int64_t begin, std::int64_t end))                \
-  use(level, experts_sum, void, (const Experts&, std::int64_t begin, std::int64_t end))    /* tokens */
+  use(level, experts_sum, void, (const Experts&, std::int64_t begin, std::int64_t end))    /* tokens */ \
+  use(level, attention_memory, std::int64_t, (const Attention&)) /* bytes that `attend` needs at a multiple of 64 */ \
+  use(level, attend, void, (const Attention&, const AttentionItem&, float* partials, void* memory)) \
+  use(level, fold_partials, void, (const Attention&, const AttentionItem&, std::int64_t query, float* partials))
 
 #define MTP_DECLARE(level, kernel, result, parameters) result kernel parameters;
 #define MTP_DECLARE_KERNELS(level)       \

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mtp_backend import _native as native
+from mtp_backend.ops.interface import BatchLayout
 from mtp_backend.ops.reference import ReferenceOps
 
 
@@ -63,6 +64,19 @@ class CpuOps(ReferenceOps):
         if x.dtype is not torch.bfloat16:
             return super().write_latent(x, weight, eps, cos, sin, interleaved, slots, latent, rope)
         return native.write_latent(x, weight, eps, cos, sin, interleaved, slots, latent, rope)
+
+    def mla_attention(
+        self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
+    ) -> Tensor:
+        if latent.dtype is not torch.bfloat16:
+            return super().mla_attention(q_latent, q_rope, latent, rope, layout, scale)
+        where = layout.query_ends, layout.kv_lens, layout.block_tables
+        return native.mla_attention(q_latent, q_rope, latent, rope, *where, layout.selection, scale)
+
+    def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
+        if key.dtype is not torch.bfloat16:
+            return super().gqa_attention(query, key, value, layout, scale)
+        return native.gqa_attention(query, key, value, layout.query_ends, layout.kv_lens, layout.block_tables, scale)
 
     def select_experts(
         self,

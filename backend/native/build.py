@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +23,6 @@ HERE = Path(__file__).resolve().parent
 MODULE = HERE.parent / "mtp_backend" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 BUILD = HERE.parents[1] / "build" / "native"
 KERNELS = ["linear", "heads", "experts", "elementwise", "routing", "attention"]  # for each level, without torch
-
 BINDINGS = ["bindings", "bind_elementwise", "bind_attention", "attention_plan", "levels"]
 AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2".split()
 AVX512 = [*AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mprefer-vector-width=512".split()]
@@ -39,6 +39,11 @@ def main() -> None:
               "much slower", file=sys.stderr)  # fmt: skip
         return
     BUILD.mkdir(parents=True, exist_ok=True)
+    stamp = BUILD / f"{MODULE.name}.built"
+    wanted = _digest(compiler, [], HERE.iterdir())
+    if MODULE.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return
+    print("native operations: compiling", file=sys.stderr)
     torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
     includes = [
         "-isystem",
@@ -55,11 +60,6 @@ def main() -> None:
         own = ["-O3", *LEVELS[level], f"-DMTP_{level.upper()}", f"-DMTP_LEVEL={level}"]
         jobs += [_job(compiler, name, f"{name}.{level}", *own) for name in KERNELS]
     objects = [to for to, _ in jobs]
-    stamp = BUILD / f"{MODULE.name}.built"
-    wanted = "\n".join(path.name for path in objects)
-    if MODULE.exists() and stamp.exists() and stamp.read_text() == wanted:
-        return
-    print("native operations: compiling", file=sys.stderr)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: job[0].exists() or _compile(*job), jobs))
     # torch's own OpenMP library: with a second one in the process torch.set_num_threads would not govern the kernels.
@@ -72,13 +72,19 @@ def main() -> None:
 def _job(compiler: str, source: str, name: str, *flags: str | Path) -> tuple[Path, list[str | Path]]:
     """An object file, whose name changes with all that it is made of, and the command that makes it."""
     command = [compiler, "-c", HERE / f"{source}.cpp", *FLAGS, *flags]
+    listed = subprocess.run([*command, "-MM"], capture_output=True, check=True, text=True).stdout
+    sources = map(Path, listed.replace("\\", " ").split()[1:])
+    return BUILD / f"{name}.{_digest(compiler, command, sources)[:16]}.o", command
+
+
+def _digest(compiler: str, command: list[str | Path], sources: Iterable[Path]) -> str:
+    """Changes with the sources, the command, the compiler and torch."""
     digest = hashlib.sha256(" ".join(map(str, command)).encode())
     digest.update(importlib.metadata.version("torch").encode())
     digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
-    listed = subprocess.run([*command, "-MM"], capture_output=True, check=True, text=True).stdout
-    for path in sorted(set(listed.replace("\\", " ").split()[1:])):
-        digest.update(Path(path).read_bytes())
-    return BUILD / f"{name}.{digest.hexdigest()[:16]}.o", command
+    for path in sorted({path for path in sources if path.is_file()}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _compile(to: Path, command: list[str | Path]) -> None:

@@ -12,7 +12,6 @@ from mtp_backend.serving import triton_io
 from mtp_backend.serving.messages import Step, Stepped
 from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
-
 NOT_MADE = -1  # alone in `made_draft_ids`: the drafts were not made with the step
 
 

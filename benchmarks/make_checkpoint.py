@@ -205,7 +205,8 @@ def make(directory: Path, config: dict[str, Any], acceptance: float, seed: int) 
     for name, value in texts.items():
         (directory / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     weights = Weights(config, acceptance, seed)
-    with tqdm(total=sum(header.num_bytes for header in weights.headers.values()), unit="B", unit_scale=True) as bar:
+    num_bytes = sum(header.num_bytes for header in weights.headers.values())
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
 
         def read(name: str) -> Tensor:
             bar.update(weights.headers[name].num_bytes)

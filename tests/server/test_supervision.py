@@ -27,6 +27,7 @@ from server.running import (
 )
 from server.test_sequence_batcher import GREEDY
 
+MODELS = ("generate", "ensemble", "main", "draft")  # those with a process of their own
 BACK_SECONDS = 120  # on a busy machine; the tests print what it was
 
 
@@ -83,7 +84,7 @@ def honest(error):
     return any(part in text for part in ("UNAVAILABLE", "sequence lost", "START flag", "no longer in valid state"))
 
 
-@pytest.mark.parametrize("victim", ["engine", "generate", "main", "draft", "tritonserver"])
+@pytest.mark.parametrize("victim", ["engine", *MODELS, "tritonserver"])
 def test_killed(shared_server, alone, victim):
     """L0_backend_python restart. Every client gets an error at once, the service comes back by itself with the right
     tokens, and neither process nor shared memory is left of what was killed."""
@@ -114,7 +115,7 @@ def test_killed(shared_server, alone, victim):
         assert not [path for path in regions if not path.endswith(".regions") and Path(path).exists()]
     server.note()
     [record] = [path for path in server.shared_memory() if path.endswith(".regions")]
-    assert len([path for path in regions_of(Path(record)) if Path(path).exists()]) == 3
+    assert len([path for path in regions_of(Path(record)) if Path(path).exists()]) == len(MODELS)
 
 
 def test_terminated(server_factory):
@@ -139,7 +140,7 @@ def test_supervisor_killed(server_factory):
         server.process.kill()
         server.process.wait()
         wait_for(lambda: not server.alive(), STOP_SECONDS, lambda: f"end of {server.alive()}")
-        assert all(Path(path).exists() for path in regions) and len(regions) == 4
+        assert all(Path(path).exists() for path in regions) and len(regions) == len(MODELS) + 1
         Regions().close()
         assert not any(Path(path).exists() for path in regions)
         server.stopped = True

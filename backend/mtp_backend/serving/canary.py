@@ -24,9 +24,7 @@ STEP = {
 }
 TEXT = {"text_input": "a", "max_tokens": 1}
 Questions = list[tuple[str, dict[str, Any]]]  # path and JSON body
-PROGRESS = re.compile(
-    r"^mtp_(?:generation_tokens_total|num_sequences_running|num_sequences_waiting)\{.*\} (\S+)$", re.M
-)
+PROGRESS = ("mtp_generation_tokens_total", "mtp_num_sequences_running", "mtp_num_sequences_waiting")
 
 
 def questions(repository: Path, has_tokenizer: bool) -> Questions:

@@ -27,6 +27,8 @@ class Session:
         answer: the last step's answer, which the same step number gets again; None before the first.
         running: the step that is being computed, with its address.
         proposing: the draft request that is being computed.
+        held_back: text that was held back when its client appended tokens, which made it certain; it comes first in the
+            next answer.
     """
 
     sequence: Sequence
@@ -34,6 +36,7 @@ class Session:
     answer: Stepped | None = None
     running: tuple[Address, Step] | None = None
     proposing: tuple[Address, Propose] | None = None
+    held_back: str = ""
 
     @property
     def next_step(self) -> int:
@@ -183,7 +186,7 @@ class Sessions:
             raise InvalidArgument("step", number, allowed)
         else:
             if message.token_ids:
-                self._append(session.sequence, message)
+                self._append(session, message)
             if session.sequence.finish_reason:
                 self._answer(session, address, message, [], 0)
                 return
@@ -191,15 +194,18 @@ class Sessions:
                 self._engine.set_drafts(session.sequence, message.draft_ids)
             self._run(session, address, message)
 
-    def _append(self, sequence: Sequence, message: Step) -> None:
+    def _append(self, session: Session, message: Step) -> None:
         """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
-        held = sequence.draft_ids, sequence.draft_probs
+        sequence = session.sequence
+        text, held = sequence.text, (sequence.draft_ids, sequence.draft_probs)
         try:
             self._engine.set_drafts(sequence, message.draft_ids or [])
             self._engine.append(sequence, message.token_ids)
         except InvalidArgument:
             sequence.draft_ids, sequence.draft_probs = held
             raise
+        if text is not None:
+            session.held_back += text.take(final=True)
 
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()
@@ -223,7 +229,9 @@ class Sessions:
         self, session: Session, address: Address, message: Step, token_ids: list[int], num_accepted: int
     ) -> None:
         sequence = session.sequence
-        text = sequence.text.take(final=bool(sequence.finish_reason)) if sequence.text is not None else ""
+        text, session.held_back = session.held_back, ""
+        if sequence.text is not None:
+            text += sequence.text.take(final=bool(sequence.finish_reason))
         session.answer = Stepped(
             message.request,
             token_ids,

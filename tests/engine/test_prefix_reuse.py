@@ -142,7 +142,7 @@ def content(engine, block_table, length):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "k", "options"), MODES + SPARSE, ids=named(MODES + SPARSE))
 def test_published_blocks_hold_what_a_computation_gives(name, k, options, several, engines, prompt_of, tmp_path):
-    """In every layer, after reuse, chunks, accepted and rejected drafts, and a text that went on by a client's tokens."""
+    """In every layer: after reuse, chunks, accepted and rejected drafts, and tokens that a client appended."""
     if name in FEATURES and name not in DEMO:
         model_type, changes = FEATURES[name]
         model = str(save_random(tmp_path, model_type, num_mtp=2, vocab_size=1024, **changes))

@@ -34,12 +34,17 @@ class Bye(Message):
 
 
 class Generate(Message):
-    """Generate a whole text."""
+    """Generate a whole text.
+
+    `priority`: lower goes first. `timeout`: seconds after which the request fails; None for never.
+    """
 
     request: int
     token_ids: list[int]
     params: dict[str, Any]
     stream: bool
+    priority: int = 0
+    timeout: float | None = None
 
 
 class Step(Message):
@@ -75,6 +80,12 @@ class Cancel(Message):
     """Forget a request; a client-paced sequence whose step it is ends."""
 
     request: int
+
+
+class Taken(Message):
+    """The role has handled that many more of the frames that it was sent."""
+
+    num_frames: int
 
 
 # Engine → role
@@ -200,7 +211,7 @@ class Failed(Message):
     final = True
 
 
-ToEngine = Hello | Bye | Generate | Step | Propose | Asked | Cancel
+ToEngine = Hello | Bye | Generate | Step | Propose | Asked | Cancel | Taken
 FromEngine = Welcome | Generated | Stepped | Proposed | Stats | Failed
 
 encode = msgspec.msgpack.Encoder().encode

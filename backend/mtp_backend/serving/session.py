@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mtp_backend.engine.engine import StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
-from mtp_backend.serving.messages import Propose, Step, Stepped
+from mtp_backend.serving.messages import Message, Propose, Step, Stepped
 
 # Where answers go: the role's address on the socket.
 Address = bytes
+Send = Callable[[Address, Message], None]
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Session:
         ahead: outcome of the next step, computed before it was asked for.
         ahead_since: number of the device batch that computed it.
         taken_back: whether a step that ran ahead had to be taken back.
+        held_back: text that was held back when its client appended tokens, which made it certain; it comes first in the
+            next answer.
     """
 
     sequence: Sequence
@@ -40,6 +44,7 @@ class Session:
     ahead: StepOutput | None = None
     ahead_since: int = 0
     taken_back: bool = False
+    held_back: str = ""
 
     @property
     def next_step(self) -> int:
@@ -70,7 +75,9 @@ class Session:
     def answered(self, message: Step, token_ids: list[int], num_accepted: int) -> Stepped:
         """Makes the outcome of the next step the answer to a request."""
         sequence = self.sequence
-        text = sequence.text.take(final=bool(sequence.finish_reason)) if sequence.text is not None else ""
+        text, self.held_back = self.held_back, ""
+        if sequence.text is not None:
+            text += sequence.text.take(final=bool(sequence.finish_reason))
         self.drafts = (sequence.draft_ids, sequence.draft_probs) if sequence.wants_drafts else None
         self.asked = False
         self.answer = Stepped(

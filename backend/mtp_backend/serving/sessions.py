@@ -10,10 +10,9 @@ from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, NotFound, Unavailable
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.serving.messages import Asked, Failed, Message, Propose, Proposed, SequenceId, Step
-from mtp_backend.serving.session import Address, Session, goes_on
+from mtp_backend.serving.messages import Asked, Failed, Propose, Proposed, SequenceId, Step
+from mtp_backend.serving.session import Address, Send, Session, goes_on
 
-Send = Callable[[Address, Message], None]
 PATIENCE = 2  # batches that a step which ran ahead is expected to be asked for within
 
 
@@ -189,7 +188,7 @@ class Sessions:
             if session.is_ahead:
                 self._take_back(session)
             if message.token_ids:
-                self._append(session.sequence, message)
+                self._append(session, message)
             if session.sequence.finish_reason:
                 self._answer(session, address, message, [], 0)
                 return
@@ -217,15 +216,18 @@ class Sessions:
         session.drafts = session.sequence.draft_ids, session.sequence.draft_probs
         self._send(address, Proposed(message.request, session.sequence.draft_ids))
 
-    def _append(self, sequence: Sequence, message: Step) -> None:
+    def _append(self, session: Session, message: Step) -> None:
         """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
-        held = sequence.draft_ids, sequence.draft_probs
+        sequence = session.sequence
+        text, held = sequence.text, (sequence.draft_ids, sequence.draft_probs)
         try:
             self._engine.set_drafts(sequence, message.draft_ids or [])
             self._engine.append(sequence, message.token_ids)
         except InvalidArgument:
             sequence.draft_ids, sequence.draft_probs = held
             raise
+        if text is not None:
+            session.held_back += text.take(final=True)
 
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()

@@ -142,7 +142,7 @@ def one_by_one(engine, client):
         elif tokens:
             engine.set_drafts(sequence, [])
             engine.append(sequence, tokens)
-        if own is not None:
+        if own is not None and not sequence.finish_reason:
             engine.set_drafts(sequence, own)
         committed, accepted = [], 0
         if not sequence.finish_reason:
@@ -248,7 +248,8 @@ def test_no_step_ahead_without_room(deepseek, make_llm, prompt_of, tight_pool):
     """The other sequence keeps its blocks."""
     small = tight_pool(deepseek, 2, 8, 8)
     engine = make_llm(deepseek, 2, block_size=8, max_model_len=64, kv_cache_bytes=small).engine
-    sequences = [engine.new_sequence(prompt_of(28), SamplingParams(ignore_eos=True), paced=True) for _ in range(2)]
+    params = SamplingParams(ignore_eos=True)
+    sequences = [engine.new_sequence(prompt_of(28, start), params, paced=True) for start in (0, 9)]
     for sequence in sequences:
         step(engine, sequence)
     assert engine.pool.num_free == 0 and all(sequence.num_computed for sequence in sequences)

@@ -93,19 +93,33 @@ def outside(bench: Bench, prompts: Sequence[list[int]], num_tokens: int, num_dra
 
 
 def _by_part(profiler: cProfile.Profile) -> Counter[str]:
-    """Own seconds of the package's functions, with those of the library functions that they call directly."""
+    """Own seconds of all functions; those of a library count for the functions of the package that they work for."""
+    functions = pstats.Stats(profiler).stats
     seconds: Counter[str] = Counter()
-    for (file, _, _), (_, _, own, _, callers) in pstats.Stats(profiler).stats.items():
-        part = _part(file)
-        if part:
-            seconds[part] += own
-            continue
-        for (caller, _, _), (_, _, called, _) in callers.items():
-            seconds[_part(caller) or ("networks" if "/torch/nn/" in caller else "libraries")] += called
+    for function, (_, _, own, _, _) in functions.items():
+        for part, share in _shares(function, functions, frozenset()).items():
+            seconds[part] += share * own
     return seconds
 
 
+def _shares(function: tuple, functions: dict[tuple, tuple], seen: frozenset[tuple]) -> dict[str, float]:
+    """Parts that a function works for, by the time that each of its callers spent in it."""
+    part = _part(function[0])
+    if part:
+        return {part: 1.0}
+    callers = {caller: entry[3] for caller, entry in functions[function][4].items() if caller not in seen}
+    total, shares = sum(callers.values()), Counter()
+    if not total:
+        return {"engine": 1.0}
+    for caller, spent in callers.items():
+        for name, share in _shares(caller, functions, seen | {function}).items():
+            shares[name] += share * spent / total
+    return shares
+
+
 def _part(file: str) -> str | None:
+    if "/torch/nn/" in file:
+        return "networks"
     if not file.startswith(PACKAGE):
         return None
     return next((name for mark, name in PARTS.items() if mark in file), "engine")

@@ -151,7 +151,8 @@ def test_published_blocks_hold_what_a_computation_gives(name, k, options, severa
     engine, without = engines(model, k, **options)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     for common in (0, 4 * BLOCK + 3):
-        sequence = engine.new_sequence(prompt_of(common) + prompt_of(21, start=7), params, paced=True)
+        prompt = prompt_of(common) + prompt_of(21, start=7)
+        sequence = engine.new_sequence(prompt, params, paced=True, with_text=False)
         for _ in range(4):
             one_step(engine, sequence)
         engine.append(sequence, prompt_of(5, start=40))
@@ -159,7 +160,7 @@ def test_published_blocks_hold_what_a_computation_gives(name, k, options, severa
             one_step(engine, sequence)
         length = BLOCK * sequence.num_published
         assert length > len(sequence.token_ids) - BLOCK - 2 - 2 * max(1, k)
-        whole = without.new_sequence(list(sequence.token_ids), params, paced=True)
+        whole = without.new_sequence(list(sequence.token_ids), params, paced=True, with_text=False)
         one_step(without, whole)
         both = content(engine, sequence.block_table, length), content(without, whole.block_table, length)
         for got, wanted in zip(*both, strict=True):

@@ -135,7 +135,7 @@ def test_nothing_shows(name, k, options, several, engines, prompt_of):
 def content(engine, block_table, length):
     """What all layers of the cache hold of positions 0 … length − 1 of a sequence."""
     slots = torch.tensor([block_table[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)])
-    caches = engine._runner._caches + (engine._drafter._caches if engine._drafter else [])
+    caches = engine._runner._target._context.target_caches + (engine._drafter._caches if engine._drafter else [])
     return [part.flatten(0, 1)[slots] for layer in caches for part in layer]
 
 

@@ -135,11 +135,12 @@ def fields(message):
 
 def one_by_one(engine, client):
     """The same steps of one client, each computed when it is asked for: steps and drafts as in `Client`."""
-    steps, drafts, sequence = [], [], None
+    steps, drafts, sequence, held_back = [], [], None, ""
     for tokens, own, end in client.requests:
         if sequence is None:
             sequence = engine.new_sequence(tokens, SamplingParams(**client.params), paced=True)
         elif tokens:
+            held_back += sequence.text.take(final=True)
             engine.set_drafts(sequence, [])
             engine.append(sequence, tokens)
         if own is not None and not sequence.finish_reason:
@@ -151,7 +152,7 @@ def one_by_one(engine, client):
                 outputs = engine.step()
             [output] = outputs
             committed, accepted = output.token_ids, output.num_accepted
-        text = sequence.text.take(final=bool(sequence.finish_reason))
+        text, held_back = held_back + sequence.text.take(final=bool(sequence.finish_reason)), ""
         steps.append((committed, text, accepted, len(sequence.token_ids), sequence.finish_reason))
         if not sequence.draft_ids and not sequence.finish_reason and not end:
             engine.request_drafts(sequence)

@@ -35,7 +35,7 @@ from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
-from mtp_backend.speculation import draft_length_for, drafter_for
+from mtp_backend.speculation import DraftLength, draft_length_for, drafter_for
 
 
 @dataclass
@@ -62,7 +62,6 @@ class Engine:
 
     Attributes:
         totals: what all steps so far came to.
-        draft_length: chooses how many drafts a step makes, at most `num_drafts`.
 
     Raises:
         InvalidArgument, CheckpointError: the configuration or the checkpoint is wrong; raised before the networks
@@ -130,17 +129,25 @@ class Engine:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
             if mode and not config.speculative.use_mtp_vanilla:
                 self._drafter.chain = DraftChain(config.speculative, graphs)
-        self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0), clock)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
         self._drafting = Drafting(
             self._drafter,
-            self.draft_length,
+            draft_length_for(config.speculative or SpeculativeConfig(0), clock),
             self.scheduler,
             self.rules,
             self._stopwatch,
             num_drafts=config.num_drafts,
             max_rows=config.prefill_chunk_size,
         )
+
+    @property
+    def draft_length(self) -> DraftLength:
+        """Chooses how many drafts a step makes, at most `num_drafts`."""
+        return self._drafting.length
+
+    @draft_length.setter
+    def draft_length(self, length: DraftLength) -> None:
+        self._drafting.length = length
 
     @property
     def num_drafts(self) -> int:

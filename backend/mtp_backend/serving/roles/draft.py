@@ -37,7 +37,7 @@ class DraftRole(Role):
         if epoch is None:
             raise InvalidArgument("epoch", None, "the epoch of main's answer")
         sequence = request.correlation_id()
-        made = triton_io.integers(request, "made_draft_ids")
+        made = triton_io.integers(request, "made_draft_ids", self.client.max_model_len)
         if made is None or made == [NOT_MADE]:
             return lambda number: Propose(number, sequence, epoch), reply
         self.client.tell([Asked(sequence, epoch)])

@@ -59,7 +59,7 @@ from server.test_sequence_batcher import GREEDY, check_consistent, refusal
 HERE = Path(__file__).resolve().parent
 PLACES = 2  # of each of the two instances of main and draft
 HELD = 3  # sequences that the engine holds: fewer than Triton has places for
-IDLE_SECONDS = 4
+IDLE_SECONDS = 10
 
 
 def two_instances(repository):
@@ -164,7 +164,7 @@ def test_all_running(server, alone):
                 pool.submit(one.step, f"full {number}", start=True, text_input=PROMPTS[0], sampling_parameters=GREEDY)
                 for number, one in enumerate(opened)
             ]
-            time.sleep(1)
+            time.sleep(2)
         done = [future.exception(30) or future.result() for future in started]
     refused = [Refusal.of(one) for one in done if isinstance(one, Exception)]
     assert [error.code for error in refused] == ["UNAVAILABLE"]

@@ -1,7 +1,7 @@
 """Stands in for tritonserver under a supervisor: answers on HTTP, has one process below it, and misbehaves as told.
 
 Arguments: HTTP port, folder. The file `start` in it lists what each start does, a word a line: `serve` (also when
-there are no more lines), `fail`, `refuse` (requests), `slow` (refuse the first), `stay` (after SIGTERM), `busy` (and
+there are no more lines), `fail`, `crash`, `refuse` (requests), `slow` (the first), `stay` (after SIGTERM), `busy` (and
 stay), `hang` (an engine below it that shows no life).
 """
 
@@ -22,6 +22,8 @@ with open(folder / "log", "a") as log:
     log.write(f"{behaviour} {os.environ['MTP_OWNER_PID']}\n")
 if behaviour == "fail":
     sys.exit(7)
+if behaviour == "crash":
+    os.kill(os.getpid(), signal.SIGABRT)
 ENGINE = """
 import os, sys, time
 from pathlib import Path

@@ -104,6 +104,22 @@ def test_not_started(supervised):
     assert one.starts() == ["fail"]
 
 
+def test_crash_while_starting(supervised):
+    """Unlike a failure, it need not come again."""
+    one = supervised("crash", "crash")
+    one.wait_for("ready")
+    assert one.starts() == ["crash", "crash", "serve"]
+    assert one.text().count("the Triton server ended with SIGABRT") == 2
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(30) == 0
+
+
+def test_only_crashes(supervised):
+    one = supervised(*["crash"] * 9)
+    assert one.process.wait(60) == 4
+    assert one.starts() == ["crash"] * 6
+
+
 def test_first_request_refused(supervised):
     one = supervised("refuse")
     assert one.process.wait(30) == 3

@@ -100,8 +100,9 @@ class Supervisor:
                 failure = self._until_dead(server)
             if self._num_signals:
                 return self._drain(server)
+            crashed = self._ended.get(server, 0) < 0  # which the next start need not meet again
             self._end_server(server)
-            if not served_before:
+            if not served_before and not crashed:
                 log.error("the server did not start: %s", failure)
                 return Exit.NOT_STARTED
             log.error("%s", failure)

@@ -127,7 +127,7 @@ def arguments(repository: Path, drain_seconds: int) -> list[str]:
         "--model-control-mode=none",
         # The configurations are complete; completing them would start every model's process once more.
         "--disable-auto-complete-config",
-        # On a host that does much else a process of a model may need longer than the 30 s that it has by default.
-        "--backend-config=mtp,stub-timeout-seconds=600",
+        # The server gives a model's process a fixed time to come up: they shall not take it from each other.
+        "--model-load-thread-count=1",
         f"--exit-timeout-secs={drain_seconds + 5}",
     ]

@@ -13,7 +13,7 @@ from make_checkpoint import SHAPES, SPECIAL_TOKENS, make
 TINY = {
     "hidden_size": 96,
     "num_hidden_layers": 2,
-    "vocab_size": 2000,
+    "vocab_size": 8000,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "intermediate_size": 64,
@@ -33,5 +33,5 @@ def test_acceptance(shape, acceptance, tmp_path):
     outputs = llm.generate(prompts, SamplingParams(max_tokens=32))
     assert all(len(output.token_ids) == 32 and output.text for output in outputs)  # no end token among them
     first, second = llm.engine.totals.speculation.acceptance_rate_per_position
-    assert first == pytest.approx(acceptance, abs=0.05) and second == pytest.approx(acceptance**2, abs=0.07)
-    assert len({token for output in outputs for token in output.token_ids}) > 500  # no loops
+    assert first == pytest.approx(acceptance, abs=0.07) and second == pytest.approx(acceptance**2, abs=0.09)
+    assert len({token for output in outputs for token in output.token_ids}) > 700  # no loops

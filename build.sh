@@ -71,6 +71,7 @@ setup() {
     "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton xgrammar
     printf '%s' "$wanted" > "$venv/.installed"
   fi
+  "$venv/bin/python" backend/native/build.py
   ln -sfn "$("$venv/bin/mtp" install-server)" "$venv/bin/tritonserver"
 }
 
@@ -97,15 +98,19 @@ run_npu_tests() {
   LD_LIBRARY_PATH="$npu_venv/cann" "$npu_venv/bin/python" -m pytest tests/npu
 }
 
+# One process for each core, four at most; a file's tests stay together, for they share engines.
+run_side_by_side() { "$venv/bin/python" -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"; }
+
 run_tests() {
   local group=${1:-all}
   [ "$group" = npu ] || setup
   say "tests: $group"
   case $group in
-    all) "$venv/bin/python" -m pytest tests; run_npu_tests ;;
+    all) run_side_by_side tests/unit tests/engine; "$venv/bin/python" -m pytest tests/server tests/load; run_npu_tests ;;
     npu) run_npu_tests ;;
-    fast) "$venv/bin/python" -m pytest tests/unit tests/engine -m 'not slow' ;;
-    unit | engine | server | load) "$venv/bin/python" -m pytest "tests/$group" ;;
+    fast) run_side_by_side tests/unit tests/engine -m 'not slow' ;;
+    unit | engine) run_side_by_side "tests/$group" ;;
+    server | load) "$venv/bin/python" -m pytest "tests/$group" ;;
     *) fail "test group '$group'; allowed: fast, unit, engine, server, load, npu" ;;
   esac
 }

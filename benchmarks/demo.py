@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from mtp_client import Client, MtpError
 
@@ -32,9 +33,16 @@ START_SECONDS = 120
 STOP_SECONDS = 60
 
 
+class Addresses(NamedTuple):
+    """Where a server listens, host:port."""
+
+    grpc: str
+    metrics: str
+
+
 @contextmanager
-def server(model: str, num_drafts: int, folder: Path) -> Iterator[str]:
-    """Runs a server of its own on free loopback ports; yields its gRPC address."""
+def server(model: str, num_drafts: int, folder: Path) -> Iterator[Addresses]:
+    """Runs a server of its own on free loopback ports."""
     repository = folder / f"{model}-k{num_drafts}"
     create = [COMMANDS / "mtp", "repository", "create", repository]
     create += ["--values", ROOT / "model_repository" / "values" / f"{model}.toml"]
@@ -47,7 +55,7 @@ def server(model: str, num_drafts: int, folder: Path) -> Iterator[str]:
         process = subprocess.Popen(list(map(str, serve)), stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait_until_ready(process, f"127.0.0.1:{grpc}", log)
-        yield f"127.0.0.1:{grpc}"
+        yield Addresses(f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}")
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -129,7 +137,7 @@ def main() -> None:
         for model, prompt in PROMPTS.items():
             print(f"\n==== {model}: starting two servers, with 2 drafts a step and without", flush=True)
             with server(model, 2, folder) as fast, server(model, 0, folder) as slow:
-                with Client(fast) as speculative, Client(slow) as plain:
+                with Client(fast.grpc) as speculative, Client(slow.grpc) as plain:
                     streamed(speculative, prompt)
                     step_by_step(speculative, prompt)
                     compare(plain, speculative, prompt)

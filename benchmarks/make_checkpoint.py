@@ -5,8 +5,8 @@
 The target and its MTP layer are a real DeepSeek-V3 or GLM-4.5 network in bfloat16; what they say is made, so that a
 speed at a known acceptance can be measured without trained weights:
 
-- The head is a permutation of the embedding's rows. Layers add little to the residual stream, so the token after t is
-  permutation(t) with a wide margin, whatever stands before.
+- The head is a permutation of the embedding's rows, scaled. Layers add little to the residual stream, so the token
+  after t is permutation(t) with a wide margin, whatever stands before.
 - A share 1 − acceptance of the tokens, "hard" ones, has an embedding close to zero. Behind one of these the layers
   alone decide, by all that stands before: the next token is an arbitrary one.
 - The MTP layer passes on the embedding of the token that it is given (`eh_proj` is the identity for it, and small for
@@ -87,9 +87,11 @@ SHAPES = {
 }
 # The last ids; their rows of embedding and head are zero, so they are never generated. llama.cpp looks for these names.
 SPECIAL_TOKENS = ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>"]
-EMBEDDING_STD = 0.02
-HARD_STD = 1e-4 * EMBEDDING_STD
-LAYERS_GAIN = 0.3  # what all layers add to the residual stream, as a share of an embedding
+# Values of an embedding's rows have a standard deviation of 1, those of hard tokens this one: little beside what the
+# layers add, and far above the epsilon of the first norm, so that the layers tell hard tokens apart.
+HARD_STD = 0.01
+HEAD_STD = 0.02
+LAYERS_GAIN = 0.3  # root mean square of what all layers add to the residual stream
 HIDDEN_GAIN = 0.1  # of the hidden row in the MTP layer's input
 
 
@@ -107,13 +109,13 @@ class Weights:
         self._seeds = {name: seed + 1 + index for index, name in enumerate(self.headers)}
         vocab = config["vocab_size"] - len(SPECIAL_TOKENS)
         random = torch.Generator().manual_seed(seed)
-        rows = EMBEDDING_STD * torch.randn(config["vocab_size"], config["hidden_size"], generator=random)
+        rows = torch.randn(config["vocab_size"], config["hidden_size"], generator=random)
         hard = torch.randperm(vocab, generator=random)[: round((1 - acceptance) * vocab)]
-        rows[hard] *= HARD_STD / EMBEDDING_STD
+        rows[hard] *= HARD_STD
         rows[vocab:] = 0
         self._embedding = rows.bfloat16()
         self._head = self._embedding.clone()
-        self._head[torch.randperm(vocab, generator=random)] = self._embedding[:vocab]
+        self._head[torch.randperm(vocab, generator=random)] = HEAD_STD * self._embedding[:vocab]
 
     def __call__(self, name: str) -> Tensor:
         """The tensor of this name."""
@@ -133,9 +135,8 @@ class Weights:
             values *= HIDDEN_GAIN
             values[:, : header.shape[0]] = torch.eye(header.shape[0])
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            # The MTP layer's input has a root mean square of 1, the target's that of an embedding.
             mtp = f"layers.{self._layers}." in name
-            values *= LAYERS_GAIN * (1 if mtp else EMBEDDING_STD * (2 * self._layers) ** -0.5)
+            values *= LAYERS_GAIN * (1 if mtp else 2 * self._layers) ** -0.5
         return values
 
 
@@ -205,7 +206,8 @@ def make(directory: Path, config: dict[str, Any], acceptance: float, seed: int) 
     for name, value in texts.items():
         (directory / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     weights = Weights(config, acceptance, seed)
-    with tqdm(total=sum(header.num_bytes for header in weights.headers.values()), unit="B", unit_scale=True) as bar:
+    num_bytes = sum(header.num_bytes for header in weights.headers.values())
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
 
         def read(name: str) -> Tensor:
             bar.update(weights.headers[name].num_bytes)

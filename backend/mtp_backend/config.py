@@ -142,6 +142,7 @@ class EngineConfig:
         max_num_seqs: sequences in one device batch.
         max_num_batched_tokens: tokens in one device batch.
         prefill_chunk_size: prompt tokens of one sequence in one device batch.
+        max_queue_size: requests for whole texts that may wait for their turn; more are refused.
         enable_prefix_caching: texts that begin alike share what the cache holds of their common beginning.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
@@ -163,6 +164,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     prefill_chunk_size: int = 512
+    max_queue_size: int = 1024
     enable_prefix_caching: bool = True
     max_sequences: int = 256
     sequence_ttl_seconds: float = 300.0
@@ -189,6 +191,7 @@ class EngineConfig:
         checks.integer("kv_cache_bytes", self.kv_cache_bytes, 1)
         checks.integer("max_num_seqs", self.max_num_seqs, 1)
         checks.integer("prefill_chunk_size", self.prefill_chunk_size, 1)
+        checks.integer("max_queue_size", self.max_queue_size, 0)
         checks.boolean("enable_prefix_caching", self.enable_prefix_caching)
         checks.integer("max_sequences", self.max_sequences, 1)
         checks.number("sequence_ttl_seconds", self.sequence_ttl_seconds, 0, 1e9, open_low=True)

@@ -52,7 +52,13 @@ class Cancelled(MtpError):
     code = "CANCELLED"
 
 
-BY_CODE = {error.code: error for error in (MtpError, Unavailable, NotFound, Cancelled)}
+class DeadlineExceeded(MtpError):
+    """The request was not finished in the time that it gave."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+BY_CODE = {error.code: error for error in (MtpError, Unavailable, NotFound, Cancelled, DeadlineExceeded)}
 
 
 def from_code(code: str, message: str) -> MtpError:

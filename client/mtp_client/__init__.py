@@ -5,7 +5,7 @@
     with Client("127.0.0.1:8001") as client:
         print(client.generate("The capital of France is", max_tokens=32).text)
 
-        for chunk in client.stream("Once upon a time", temperature=0.8, seed=1):
+        for chunk in client.stream("Once upon a time", max_tokens=32, temperature=0.8, seed=1):
             print(chunk.text, end="", flush=True)
 
         with client.sequence("def fibonacci(n):", max_tokens=64) as sequence:

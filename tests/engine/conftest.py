@@ -140,17 +140,17 @@ def preemptions() -> Callable[..., AbstractContextManager[list[Sequence]]]:
     @contextmanager
     def watch(engine: Engine) -> Iterator[list[Sequence]]:
         scheduler, lost = engine.scheduler, []
-        drop = scheduler._drop_cache
+        drop = scheduler.drop_cache
 
         def watched(sequence: Sequence) -> None:
             if sequence.status is not Status.FINISHED and sequence.num_computed:
                 lost.append(sequence)
             drop(sequence)
 
-        scheduler._drop_cache = watched
+        scheduler.drop_cache = watched
         try:
             yield lost
         finally:
-            del scheduler._drop_cache
+            del scheduler.drop_cache
 
     return watch

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from mtp_backend import LLM, SamplingParams
@@ -70,8 +71,9 @@ def test_without_matplotlib(deepseek, prompts, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\n", b"\xff\xfe", "directory"])
-def test_wrong_prompts_file(deepseek, tmp_path, capsys, content):
-    file = tmp_path / "my prompts.txt"
+def test_wrong_prompts_file(deepseek, tmp_path, capsys, content, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("my prompts.txt")
     if content == "directory":
         file.mkdir()
     elif content is not None:

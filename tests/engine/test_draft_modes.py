@@ -349,4 +349,4 @@ def test_layers_that_are_built(several, make_llm):
         engine = make_llm(directory, k, max_model_len=16, **options).engine
         assert len(engine._drafter._modules) == built
         assert len(engine._drafter._caches) == layers
-        assert len(engine._runner._caches) == target
+        assert len(engine._runner._target._context.target_caches) == target

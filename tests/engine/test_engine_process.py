@@ -51,7 +51,7 @@ def role(engine):
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind("inproc://engine")
     server = os.pidfd_open(os.getpid())
-    process = EngineProcess(engine, socket, server)
+    process = EngineProcess(engine, socket, server, show_life=lambda: None)
     loop = threading.Thread(target=process.run)
     loop.start()
     role = Role(context)

@@ -167,7 +167,7 @@ def test_pool_size(model, k, make_llm, tight_pool):
 def test_cache_memory_is_what_was_counted(model, k, make_llm, tight_pool):
     needed = tight_pool(model, k, BLOCK, 20)
     engine = make_llm(model, k, block_size=BLOCK, max_model_len=LONGEST, max_num_seqs=3, kv_cache_bytes=needed).engine
-    tensors = [part for layer in engine._runner._caches for part in layer]
+    tensors = [part for layer in engine._runner._target._context.target_caches for part in layer]
     if k:
         tensors += [part for layer in engine._drafter._caches for part in layer]
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == needed
@@ -181,7 +181,7 @@ def test_what_rejected_drafts_leave_is_never_read(model, make_llm, prompt_of, gr
     while engine.has_work:
         engine.step()
         for length, caches in (
-            (sequence.num_computed, engine._runner._caches),
+            (sequence.num_computed, engine._runner._target._context.target_caches),
             (sequence.num_drafted, engine._drafter._caches),
         ):
             kept = (
@@ -195,6 +195,6 @@ def test_what_rejected_drafts_leave_is_never_read(model, make_llm, prompt_of, gr
     try:
         assert sequence.token_ids[9:] == greedy(model, prompt_of(9), 24)
     finally:
-        for layer in [*engine._runner._caches, *engine._drafter._caches]:
+        for layer in [*engine._runner._target._context.target_caches, *engine._drafter._caches]:
             for part in layer:
                 part.zero_()

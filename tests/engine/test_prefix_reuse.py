@@ -135,14 +135,14 @@ def test_nothing_shows(name, k, options, several, engines, prompt_of):
 def content(engine, block_table, length):
     """What all layers of the cache hold of positions 0 … length − 1 of a sequence."""
     slots = torch.tensor([block_table[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)])
-    caches = engine._runner._caches + (engine._drafter._caches if engine._drafter else [])
+    caches = engine._runner._target._context.target_caches + (engine._drafter._caches if engine._drafter else [])
     return [part.flatten(0, 1)[slots] for layer in caches for part in layer]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "k", "options"), MODES + SPARSE, ids=named(MODES + SPARSE))
 def test_published_blocks_hold_what_a_computation_gives(name, k, options, several, engines, prompt_of, tmp_path):
-    """In every layer, after reuse, chunks, accepted and rejected drafts, and a text that went on by a client's tokens."""
+    """In every layer: after reuse, chunks, accepted and rejected drafts, and tokens that a client appended."""
     if name in FEATURES and name not in DEMO:
         model_type, changes = FEATURES[name]
         model = str(save_random(tmp_path, model_type, num_mtp=2, vocab_size=1024, **changes))
@@ -151,7 +151,8 @@ def test_published_blocks_hold_what_a_computation_gives(name, k, options, severa
     engine, without = engines(model, k, **options)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     for common in (0, 4 * BLOCK + 3):
-        sequence = engine.new_sequence(prompt_of(common) + prompt_of(21, start=7), params, paced=True)
+        prompt = prompt_of(common) + prompt_of(21, start=7)
+        sequence = engine.new_sequence(prompt, params, paced=True, with_text=False)
         for _ in range(4):
             one_step(engine, sequence)
         engine.append(sequence, prompt_of(5, start=40))
@@ -159,7 +160,7 @@ def test_published_blocks_hold_what_a_computation_gives(name, k, options, severa
             one_step(engine, sequence)
         length = BLOCK * sequence.num_published
         assert length > len(sequence.token_ids) - BLOCK - 2 - 2 * max(1, k)
-        whole = without.new_sequence(list(sequence.token_ids), params, paced=True)
+        whole = without.new_sequence(list(sequence.token_ids), params, paced=True, with_text=False)
         one_step(without, whole)
         both = content(engine, sequence.block_table, length), content(without, whole.block_table, length)
         for got, wanted in zip(*both, strict=True):
@@ -250,7 +251,7 @@ def test_a_turn_computes_what_is_new(deepseek, k, engines, prompt_of):
         assert shares == [count + 1], "the appended tokens and the last one before them, which was not fed yet"
     # Another one takes its blocks but gives them back unused for the most part.
     length = len(sequence.token_ids)
-    engine.scheduler._drop_cache(sequence)
+    engine.scheduler.drop_cache(sequence)
     shares.clear()
     engine.append(sequence, prompt_of(2))
     one_step(engine, sequence)

@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
-    from mtp_backend.ops import npu_rules
+    from mtp_backend.ops import ReferenceOps, npu_rules, ops_for
     from npu_host import attention, device, references
 
     from npu.conforming import conforming, without_upper_layers
@@ -56,21 +57,25 @@ def shallow(checkpoint: Callable[[str], str], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
-    """make_llm(name, device, k, dtype): an LLM over a conforming checkpoint; prompts enter in chunks of 40 tokens."""
+    """make_llm(name, device, k, dtype): an LLM over a conforming checkpoint; prompts enter in chunks of 40 tokens.
+
+    Device cpu takes the reference operations: the native ones round elsewhere than the emulated device.
+    """
 
     def make(name: str, device: str, k: int, dtype: str, path: str | None = None, **options: object) -> LLM:
-        return LLM(
-            path or checkpoint(name),
-            {"num_speculative_tokens": k} if k else None,
-            dtype,
-            device,
-            block_size=BLOCK_SIZE[name],
-            max_model_len=256,
-            max_num_seqs=8,
-            prefill_chunk_size=40,
-            num_threads=1,
-            **options,
-        )
+        with patch("mtp_backend.engine.engine.ops_for", (lambda _: ReferenceOps()) if device == "cpu" else ops_for):
+            return LLM(
+                path or checkpoint(name),
+                {"num_speculative_tokens": k} if k else None,
+                dtype,
+                device,
+                block_size=BLOCK_SIZE[name],
+                max_model_len=256,
+                max_num_seqs=8,
+                prefill_chunk_size=40,
+                num_threads=1,
+                **options,
+            )
 
     return make
 

@@ -322,6 +322,21 @@ def test_unicode(triton_server, grpc, alone):
     )
 
 
+def test_no_part_of_a_character(triton_server, grpc):
+    """Characters of three and four bytes, each of several tokens: every response has whole ones."""
+    params = {"structured_output": {"regex": "[漢字語🙂👩é]{16}"}, "temperature": 1.0, "seed": 4}
+    [whole] = grpc.stream(text_input=PROMPTS[0], sampling_parameters=params)
+    assert len(whole["text_output"]) == 16 < len(whole["output_ids"]) and "\ufffd" not in whole["text_output"]
+    given = json.dumps(params)
+    body = {"text_input": PROMPTS[0], "stream": True, "sampling_parameters": given}
+    for chunks in (
+        grpc.stream(text_input=PROMPTS[0], stream=True, sampling_parameters=params),
+        events(generate(triton_server, "generate_stream", **body)),
+    ):
+        assert not any("\ufffd" in chunk["text_output"] for chunk in chunks)
+        assert joined(chunks)["text_output"] == whole["text_output"]
+
+
 def test_unknown_model(triton_server):
     response = httpx.post(
         f"http://{triton_server.http_url}/v2/models/none/generate", json={"text_input": "a"}, trust_env=False

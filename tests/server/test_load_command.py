@@ -13,7 +13,7 @@ DATA = ROOT / "tests" / "load"
 def load(server, protocol, file, *options):
     url = server.grpc_url if protocol == "grpc" else server.http_url
     line = [COMMANDS / "mtp-client", "load", DATA / file, "--url", url, "--protocol", protocol, *options]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -95,8 +95,10 @@ def test_metrics(own_server, alone):
     assert found["mtp_kv_blocks_used"] == 0 < found["mtp_kv_blocks"]
 
     with Connection(own_server) as connection:
-        steps = [connection.step("one", start=True, text_input=PROMPTS[0], sampling_parameters={"ignore_eos": True})]
-        steps += [connection.step("one", step=number) for number in range(1, 5)]
+        # To its end: a step that ran ahead of the client would count too.
+        steps = [connection.step("one", start=True, text_input=PROMPTS[0], sampling_parameters=GREEDY)]
+        while not steps[-1]["finish_reason"]:
+            steps.append(connection.step("one", step=len(steps)))
         held = after(own_server, found[GENERATED] + len(tokens(steps)))
         assert held["mtp_kv_blocks_used"] > 0 and held["mtp_num_sequences_paused"] == 1
 

@@ -96,7 +96,7 @@ def test_random_batches_keep_the_rules():
             unplaced += 1
             continue
         bucket, padded = chosen
-        static = StaticBatch(bucket, MAX_BLOCKS, BLOCK, CPU, tensor_lengths=False)
+        static = StaticBatch(bucket, MAX_BLOCKS, BLOCK, CPU)
         tokens = sum(span.length for span in spans)
         static.fill(list(range(1, tokens + 1)), len(spans), padded)
         layout = static.layout
@@ -126,13 +126,3 @@ def check_rows(static, spans, tokens):
         assert layout.kv_lens[index] == span.start + span.length
         assert layout.block_tables[index, : len(span.block_table)].tolist() == span.block_table
     assert row == tokens and all(slot // BLOCK == NUM_BLOCKS for slot in slots[tokens:])
-
-
-def test_lengths_as_tensors():
-    static = StaticBatch(Bucket(2, 3), MAX_BLOCKS, BLOCK, CPU, tensor_lengths=True)
-    spans = sequences([2, 1])
-    static.fill([5, 6, 7], 2, Bucket(2, 3).padded(spans, NUM_BLOCKS))
-    layout = static.layout
-    assert layout.query_ends.tolist() == [2, 3, 6]
-    assert layout.kv_lens.tolist() == [spans[0].start + 2, spans[1].start + 1, 3]
-    assert layout.query_ends.dtype == layout.kv_lens.dtype == torch.int64

@@ -1,6 +1,5 @@
 import asyncio
 import json
-import uuid
 
 import pytest
 from mtp_client import (
@@ -287,7 +286,7 @@ def test_drafter_sees_the_tokens_and_replaces_the_draft():
     assert "draft_ids" not in server.requests[2].inputs
 
 
-@pytest.mark.parametrize("sequence_id", [1, 2**63 - 1, str(uuid.uuid4())])
+@pytest.mark.parametrize("sequence_id", [1, 2**63 - 1, "3f1c1f0e-5d2b-4c55-9a51-6f2e0a7b8c9d"])
 def test_given_id(sequence_id):
     server = FakeServer(1)
     with make(server, sequence_id=sequence_id) as sequence:

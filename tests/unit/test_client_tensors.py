@@ -55,6 +55,8 @@ def test_logprobs():
     assert generation.cumulative_logprob == -0.5
     bare = tensors.read_chunk(GENERATION)
     assert bare.logprobs is bare.cumulative_logprob is bare.prompt_logprobs is None
+    assert bare.num_cached_tokens == 0
+    assert tensors.read_chunk(GENERATION | {"cached_tokens": np.array([16], dtype=np.uint32)}).num_cached_tokens == 16
 
 
 def test_generate_inputs_have_no_batch_dimension():

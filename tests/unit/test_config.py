@@ -18,6 +18,8 @@ WRONG = {
     "max_num_seqs": (*WRONG_INTEGERS, None),
     "max_num_batched_tokens": (*WRONG_INTEGERS, None),
     "prefill_chunk_size": (*WRONG_INTEGERS, None),
+    "max_queue_size": (-1, 1.0, True, "1", None),
+    "enable_prefix_caching": (1, 0, None, "true", [True]),
     "max_sequences": (*WRONG_INTEGERS, None),
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
     "graph_mode": ("npugraph", "inductor", "", None, 1),  # of a CPU
@@ -49,6 +51,8 @@ ALLOWED = {
     "max_model_len": "≥ 2",
     "block_size": "1 … 1024",
     "sequence_ttl_seconds": "(0, 1e+09]",
+    "max_queue_size": "≥ 0",
+    "enable_prefix_caching": "true or false",
     "num_speculative_tokens": "0 … 15",
     "num_speculative_tokens_per_batch_size": "a list of [low, high, k]",
     "adaptive_draft_length": "true or false",

@@ -107,6 +107,7 @@ def test_what_the_server_gets(client, server):
     assert given == [False] and "add_special_tokens" in server.requests[-1]
     # Each generation says 2 prompt tokens, 2 new ones, 1 draft, which was accepted; the prompt is the same.
     details = whole.usage.completion_tokens_details
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0  # an older server does not say it
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (2, 4, 6)
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 0)
 

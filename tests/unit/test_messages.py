@@ -15,6 +15,7 @@ from mtp_backend.serving.messages import (
     Stats,
     Step,
     Stepped,
+    Taken,
     Welcome,
 )  # fmt: skip
 
@@ -26,7 +27,9 @@ TO_ENGINE = [
     Step(3, "7", False, True, None, [], -1, None),
     Step(4, "7", True, False, [1], None, 0, {}, [5, 6]),
     Propose(4, 7, 1),
+    Generate(6, [1], {}, False, -3, 0.25),
     Cancel(5),
+    Taken(8),
 ]
 FROM_ENGINE = [
     Welcome(4096),

@@ -47,6 +47,7 @@ from mtp_backend.serving import request_fields as fields
         ([{"return_cumulative_logprob": "true", "logprobs": 2}], {"logprobs": 2}),
         ([{"return_log_probs": True}], {"logprobs": 0, "return_log_probs": True}),
         ([{"return_log_probs": False}], {"return_log_probs": False}),
+        ([{"priority": "-2", "timeout": "500000"}], {"priority": -2, "timeout": 500000}),
         # What asks for nothing.
         ([dict.fromkeys(("beam_width", "num_return_sequences", "best_of"), 1) | {"length_penalty": 1.0}], {}),
         ([dict.fromkeys(fields.ALWAYS, True) | {"return_context_logits": False, "skip_special_tokens": True}], {}),

@@ -295,3 +295,35 @@ def test_at_random(events, block_size, extra_blocks, max_num_seqs, extra_tokens,
         step(1)
     assert not alive, "some sequence starves"
     assert pool.num_free == pool.num_blocks and not scheduler.has_work
+
+
+def test_a_step_ahead_takes_nothing_from_others():
+    scheduler, pool = make(num_blocks=6, block_size=4, max_num_seqs=2)
+    client, other = sequence(3, paced=True), sequence(3, paced=True)
+    for each in (client, other):
+        scheduler.add(each)
+    run(scheduler)
+    assert (client.status, len(client.token_ids)) == (Status.PAUSED, 4)
+    assert not scheduler.add_if_idle(client, 21) and client.status is Status.PAUSED  # 5 blocks of its own at most
+    assert scheduler.add_if_idle(client, 9)
+    assert (client.status, len(client.block_table), pool.num_free) == (Status.WAITING, 3, 2)
+    late = sequence(3)
+    scheduler.add(late)
+    assert not scheduler.add_if_idle(other, 4)  # both places are taken
+    scheduler.remove(late)
+    scheduler.drop_cache(other)
+    assert not scheduler.add_if_idle(other, 4)  # it would compute its text again
+    assert sizes(scheduler.schedule()) == [(1, 0)]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_pausing_a_sequence_that_has_not_stepped(scheduled):
+    scheduler, _ = make()
+    client = sequence(20, paced=True)
+    scheduler.add(client)
+    if scheduled:
+        scheduler.schedule()
+    scheduler.pause(client)
+    assert not scheduler.has_work and client.status is Status.PAUSED
+    scheduler.add(client)
+    assert sizes(scheduler.schedule()) == [(16, 0)]

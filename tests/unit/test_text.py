@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_backend.engine.text import IncrementalText
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
 TOKENIZERS = {
@@ -17,12 +17,18 @@ END = TOKENIZER.token_to_id("<｜end▁of▁sentence｜>")
 SPOKEN = st.text(st.sampled_from("abc  the and LORD\n,é漢字語🙂👩‍👧🏽\u0301ߘ𐍈"), max_size=30)
 
 
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+ALPHABET = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + index) for index, byte in enumerate(OTHERS)}
+
+
+def byte_token(byte):
+    """Token of one byte, in the byte alphabet of byte-level BPE."""
+    return TOKENIZER.token_to_id(ALPHABET[byte])
+
+
 def byte_tokens(text):
-    """One token per byte, in the byte alphabet of byte-level BPE."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
-    return [TOKENIZER.token_to_id(alphabet[byte]) for byte in text.encode()]
+    return [byte_token(byte) for byte in text.encode()]
 
 
 def merged(text):
@@ -42,7 +48,7 @@ def stream(tokens, stop=(), prompt=(), tokenizer=TOKENIZER):
 
 
 def reference(tokens, stop):
-    """The text up to the earliest stop string, and the number of tokens until it is complete, by decoding everything."""
+    """The text up to the earliest stop string, and the number of tokens until it is complete: decodes everything."""
     for count in range(1, len(tokens) + 1):
         whole = TOKENIZER.decode(tokens[:count])
         starts = [whole.find(string) for string in stop if string in whole]
@@ -79,9 +85,72 @@ def test_an_incomplete_character_at_the_end_is_left_out():
     assert stream(byte_tokens("a🙂")[:-1])[0] == "a"
 
 
-def test_wrong_bytes_do_not_stop_the_text():
+def test_wrong_bytes_have_no_text():
     tokens = [*byte_tokens("a"), byte_tokens("漢")[1], *byte_tokens("bc")]
-    assert stream(tokens)[0] == "a\ufffdbc"
+    assert stream(tokens)[0] == "abc"
+
+
+# A tokenizer with a token for each byte, as sentencepiece makes them: its decoder gives up on a whole run of such
+# tokens when one of them is wrong or missing.
+WORDS = ["▁the", "▁", "a", "b", "▁LORD", "s", ","]
+
+
+def fallback_tokenizer():
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary |= {word: len(vocabulary) + index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(pieces)
+    return tokenizer
+
+
+FALLBACK = fallback_tokenizer()
+WORD = st.sampled_from(WORDS).map(lambda word: ([FALLBACK.token_to_id(word)], word.replace("▁", " ")))
+
+
+def fallback_bytes(text):
+    return [byte + 1 for byte in text.encode()]
+
+
+RUN = SPOKEN.map(lambda text: (fallback_bytes(text), text))
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(WORD | RUN, max_size=8), prompt=st.lists(WORD | RUN, min_size=1, max_size=4))
+def test_byte_fallback(pieces, prompt):
+    """The text is whole, whatever the length of its runs of byte tokens and of those before it."""
+    prompt_ids = [token for ids, _ in prompt for token in ids]
+    tokens = [token for ids, _ in pieces for token in ids]
+    value, takes, _ = stream(tokens, prompt=[FALLBACK.token_to_id("a"), *prompt_ids], tokenizer=FALLBACK)
+    assert value == "".join(takes) == "".join(text for _, text in pieces)
+    assert not any("\ufffd" in take for take in takes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pieces=st.lists(RUN | WORD | st.integers(0x80, 0xFF).map(lambda byte: ([byte + 1], "")), max_size=8))
+def test_wrong_bytes_hide_no_word(pieces):
+    """Whatever bytes come, no take holds U+FFFD, the takes are the text, and words of other tokens are all there."""
+    tokens = [token for ids, _ in pieces for token in ids]
+    for made, tokenizer in (
+        (tokens, FALLBACK),
+        ([byte_token(token - 1) for token in tokens if token <= 256], TOKENIZER),
+    ):
+        value, takes, _ = stream(made, tokenizer=tokenizer)
+        assert value == "".join(takes) and "\ufffd" not in value
+        if tokenizer is FALLBACK and tokens:
+            words = [token for token in tokens if token > 256]
+            assert sum(value.count(letter) for letter in "LORD") >= 4 * words.count(FALLBACK.token_to_id("▁LORD"))
+
+
+@pytest.mark.parametrize("make", [fallback_bytes, lambda text: byte_tokens(text)], ids=["fallback", "byte-level"])
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_a_character_that_the_prompt_begins(make, cut):
+    """It belongs to the output, where it becomes whole."""
+    tokenizer = FALLBACK if make is fallback_bytes else TOKENIZER
+    whole = make("漢字漢字漢🙂字b")
+    at = len(make("漢字漢字漢")) + cut
+    value, takes, _ = stream(whole[at:], prompt=whole[:at], tokenizer=tokenizer)
+    assert value == "".join(takes) == "🙂字b"
 
 
 def test_special_tokens_are_skipped():

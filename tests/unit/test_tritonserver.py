@@ -69,8 +69,7 @@ def test_no_package(monkeypatch):
 
 
 def test_arguments(tmp_path):
-    options = tritonserver.arguments(tmp_path, "::1", 1, 2, 3)
-    assert options.count("--model-control-mode=none") == 1
-    assert [option for option in options if "address" in option] == [
-        f"--{kind}-address=::1" for kind in ("http", "grpc", "metrics")
-    ]
+    options = tritonserver.arguments(tmp_path, drain_seconds=30)
+    assert f"--model-repository={tmp_path}" in options and options.count("--model-control-mode=none") == 1
+    assert "--exit-timeout-secs=35" in options
+    assert not [option for option in options if "address" in option or "port" in option]

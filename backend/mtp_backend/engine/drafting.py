@@ -14,6 +14,7 @@ class Drafting:
 
     Args:
         drafter: None without speculation: every pass does nothing then.
+        length: chooses how many drafts a step makes.
         num_drafts: the greatest number of drafts of a step.
         max_rows: hidden rows that may wait for a client to ask for drafts.
     """
@@ -29,7 +30,7 @@ class Drafting:
         max_rows: int,
     ) -> None:
         self._drafter = drafter
-        self._length = length
+        self.length = length
         self._scheduler = scheduler
         self._rules = rules
         self._stopwatch = stopwatch
@@ -51,7 +52,7 @@ class Drafting:
         self._requested = [requested for requested in self._requested if requested is not sequence]
 
     def run(self, stepped: list[Sequence]) -> list[Sequence]:
-        """One pass, for those of a step's sequences that go on by themselves and for those whose client asked.
+        """One pass, for those of a step's sequences that go on by themselves and for those whose client asks.
 
         Returns:
             The sequences whose draft layers have moved on.
@@ -59,10 +60,10 @@ class Drafting:
         requested, self._requested = self._requested, []
         if self._drafter is None:
             return []
-        running = [sequence for sequence in stepped if sequence.status is Status.RUNNING]
-        sequences = running + [sequence for sequence in requested if sequence not in running]
+        going_on = [sequence for sequence in stepped if _goes_on(sequence)]
+        sequences = going_on + [sequence for sequence in requested if sequence not in going_on]
         batch_size = sum(map(_decodes, sequences))
-        length = self._length.choose(batch_size) if batch_size else 0
+        length = self.length.choose(batch_size) if batch_size else 0
         num_drafts = {sequence: self._reserve(sequence, length) for sequence in sequences}
         # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
         ready = [sequence for sequence in sequences if sequence.hidden is not None]
@@ -74,11 +75,11 @@ class Drafting:
         if not work:
             return []
         self._stopwatch.managed()
-        self._length.start_pass()
+        self.length.start_pass()
         proposed = self._drafter.propose([*work.values()])
         self._stopwatch.drafted()
         if all(len(done.token_ids) <= 1 + self._num_drafts for done in work.values()):  # no prompts
-            self._length.end_draft_pass(len(work), max(done.num_drafts for done in work.values()))
+            self.length.end_draft_pass(len(work), max(done.num_drafts for done in work.values()))
         for (sequence, done), drafts in zip(work.items(), proposed, strict=True):
             if drafts.token_ids:  # a text that is not computed to its end keeps the drafts that its client gave
                 sequence.draft_ids, sequence.draft_probs = drafts.token_ids, drafts.probs
@@ -92,6 +93,12 @@ class Drafting:
             return 0
         wanted = min(length, room_for_drafts(sequence, self._rules))
         return wanted if self._scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether a sequence that has just stepped steps again without anybody asking, or its client wants drafts."""
+    wanted = sequence.status is Status.PAUSED and sequence.wants_drafts and not sequence.finish_reason
+    return wanted or sequence.status is Status.RUNNING
 
 
 def _decodes(sequence: Sequence) -> bool:

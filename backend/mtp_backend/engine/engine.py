@@ -35,7 +35,7 @@ from mtp_backend.ops.npu_rules import check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
-from mtp_backend.speculation import draft_length_for, drafter_for
+from mtp_backend.speculation import DraftLength, draft_length_for, drafter_for
 
 
 @dataclass
@@ -62,7 +62,6 @@ class Engine:
 
     Attributes:
         totals: what all steps so far came to.
-        draft_length: chooses how many drafts a step makes, at most `num_drafts`.
 
     Raises:
         InvalidArgument, CheckpointError: the configuration or the checkpoint is wrong; raised before the networks
@@ -130,17 +129,25 @@ class Engine:
             self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
             if mode and not config.speculative.use_mtp_vanilla:
                 self._drafter.chain = DraftChain(config.speculative, graphs)
-        self.draft_length = draft_length_for(config.speculative or SpeculativeConfig(0), clock)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
         self._drafting = Drafting(
             self._drafter,
-            self.draft_length,
+            draft_length_for(config.speculative or SpeculativeConfig(0), clock),
             self.scheduler,
             self.rules,
             self._stopwatch,
             num_drafts=config.num_drafts,
             max_rows=config.prefill_chunk_size,
         )
+
+    @property
+    def draft_length(self) -> DraftLength:
+        """Chooses how many drafts a step makes, at most `num_drafts`."""
+        return self._drafting.length
+
+    @draft_length.setter
+    def draft_length(self, length: DraftLength) -> None:
+        self._drafting.length = length
 
     @property
     def num_drafts(self) -> int:
@@ -209,6 +216,31 @@ class Engine:
         """Lets a sequence take part in the next steps; a paced one for one step."""
         self.scheduler.add(sequence)
 
+    def run_ahead(self, sequence: Sequence) -> bool:
+        """Lets a paused sequence step before its client asks for it, if no other one loses anything by that.
+
+        Returns:
+            Whether it steps. `take_back` undoes it.
+        """
+        # Blocks for the drafts that the step verifies and for those that it makes.
+        longest = len(sequence.token_ids) + 1 + 2 * self.num_drafts
+        return self.scheduler.add_if_idle(sequence, min(longest, self.rules.max_model_len))
+
+    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Returns a sequence that ran ahead to its first `num_tokens` tokens, without drafts, and pauses it.
+
+        What follows from the tokens is made again, the cache at its next step. `totals` keep what was computed.
+        """
+        self.scheduler.pause(sequence)
+        if len(sequence.token_ids) > num_tokens:
+            self.scheduler.drop_cache(sequence)
+            sequence.block_keys.clear()
+            start = len(sequence.token_ids) - sequence.num_generated
+            output = sequence.token_ids[start:num_tokens]
+            del sequence.token_ids[start:]
+            self._begin_output(sequence)
+            self.restore(sequence, output)
+
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks at once."""
         self._drafting.withdraw(sequence)
@@ -248,11 +280,15 @@ class Engine:
                 "input_ids", f"{len(token_ids)} tokens", f"at most {max(room, 0)} more (max_model_len)"
             )
         sequence.token_ids += token_ids
+        self._begin_output(sequence)
+
+    def _begin_output(self, sequence: Sequence) -> None:
+        """Makes all of the text so far the prompt."""
         if sequence.text is not None:
             sequence.text = IncrementalText(self.tokenizer, sequence.token_ids, sequence.params.stop)
         sequence.processors = self._processing.processors(sequence.params, sequence.token_ids)
         sequence.draft_ids, sequence.draft_probs = [], []
-        sequence.thinking = self._verifier.thinks_after(token_ids, sequence.thinking)
+        sequence.thinking = self._verifier.thinks_after(sequence.token_ids)
         sequence.finish_reason = ""
         sequence.num_generated = 0
 

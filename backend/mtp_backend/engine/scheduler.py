@@ -94,21 +94,37 @@ class Scheduler:
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_turn)
 
+    def add_if_idle(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Adds a paused sequence that nobody waits for, if it has its cache and takes no place or block from another.
+
+        Args:
+            num_tokens: what its blocks must hold.
+        """
+        is_full = len(self._running) + len(self._waiting) >= self._max_num_seqs
+        if is_full or _pending(sequence) > 1 or not self._pool.grow(sequence.block_table, num_tokens):
+            return False
+        self.add(sequence)
+        return True
+
     def pause(self, sequence: Sequence) -> None:
         """Takes a client-paced sequence out of the steps; it keeps its blocks while nobody needs them."""
-        self._running.remove(sequence)
+        self._take_out(sequence)
         sequence.status = Status.PAUSED
         self._paused[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence, wherever it stands, and frees its blocks."""
-        if sequence.status is Status.RUNNING:
-            self._running.remove(sequence)
-        elif sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
-        self._paused.pop(sequence, None)
+        self._take_out(sequence)
         sequence.status = Status.FINISHED
-        self._drop_cache(sequence)
+        self.drop_cache(sequence)
+
+    def drop_cache(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence; its tokens are computed again when it steps."""
+        self._prefix.publish(sequence)
+        self._pool.release(sequence.block_table)
+        sequence.num_published = sequence.num_reused = sequence.num_computed = sequence.num_drafted = 0
+        sequence.hidden = None
+        sequence.draft_rows.clear()
 
     def schedule(self) -> list[Scheduled]:
         """Plans the next batch and takes the cache blocks that it needs."""
@@ -133,7 +149,7 @@ class Scheduler:
             victim = next((other for other in others if other.block_table and other is not sequence), None)
             if victim is None:
                 return False
-            self._drop_cache(victim)
+            self.drop_cache(victim)
         return True
 
     def _plan(self, sequence: Sequence, room: int, batch: dict[Sequence, Scheduled]) -> int:
@@ -160,16 +176,16 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._drop_cache(sequence)
+        self.drop_cache(sequence)
         sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=_turn)
 
-    def _drop_cache(self, sequence: Sequence) -> None:
-        self._prefix.publish(sequence)
-        self._pool.release(sequence.block_table)
-        sequence.num_published = sequence.num_reused = sequence.num_computed = sequence.num_drafted = 0
-        sequence.hidden = None
-        sequence.draft_rows.clear()
+    def _take_out(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        self._paused.pop(sequence, None)
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:

@@ -43,6 +43,7 @@ class Sequence:
         draft_rows: what the drafter keeps of the sequence; it belongs to the keys in the cache.
         draft_ids: drafts that the next step verifies.
         draft_probs: the distributions that they were drawn from; empty unless the rule uses them.
+        wants_drafts: if paced, the step that commits tokens also makes the drafts of the next.
         thinking: whether the text is between its thinking tokens, where the rule asks.
         block_table: ids of the cache blocks; the first ones may be shared with other sequences.
         block_keys: what the content of the first full blocks depends on, as keys.
@@ -72,6 +73,7 @@ class Sequence:
     draft_rows: dict[int, Tensor] = field(default_factory=dict)
     draft_ids: list[int] = field(default_factory=list)
     draft_probs: list[Tensor] = field(default_factory=list)
+    wants_drafts: bool = False
     thinking: bool = False
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)

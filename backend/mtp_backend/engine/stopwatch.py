@@ -25,6 +25,10 @@ class StepSeconds:
         """All three."""
         return self.draft + self.verify + self.manage
 
+    def __sub__(self, earlier: StepSeconds) -> StepSeconds:
+        """What was added since `earlier`."""
+        return StepSeconds(self.draft - earlier.draft, self.verify - earlier.verify, self.manage - earlier.manage)
+
 
 class Stopwatch:
     """Adds the time between its calls to the parts of `seconds`.

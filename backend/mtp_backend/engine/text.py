@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from tokenizers import Tokenizer
 
 # Decoding starts this many tokens before the new one, because a token's text can depend on the ones before it.
 CONTEXT_TOKENS = 6
 INCOMPLETE = "\ufffd"
+MAX_CHARACTER = 4  # bytes, and so tokens, of one character
 
 
 class IncrementalText:
     """Decodes tokens one by one, finds stop strings, and tells how much of the text may be shown.
 
-    A character whose bytes are not complete is held back, and so is an ending that may become a stop string.
+    A character whose bytes are not complete is held back, and so is an ending that may become a stop string. Bytes that
+    are no character have no text: it never holds U+FFFD.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
@@ -30,9 +34,10 @@ class IncrementalText:
         self.offsets: list[int] = []
         self._tokenizer = tokenizer
         self._stop = stop
-        self._ids = prompt_ids[-CONTEXT_TOKENS:]
-        self._context = 0
-        self._decoded = len(self._ids)
+        self._ids, self._decoded = self._context_of(prompt_ids)
+        # Where characters end. Decoding starts at one of them: from inside a character, a decoder with a token for each
+        # byte makes nothing of all the bytes that follow.
+        self._ends = deque([0])
         self._taken = 0
 
     def append(self, token: int, *, may_stop: bool = True) -> bool:
@@ -42,15 +47,17 @@ class IncrementalText:
         """
         self.offsets.append(len(self.value))
         self._ids.append(token)
-        before = self._decode(self._ids[self._context : self._decoded])
-        after = self._decode(self._ids[self._context :])
+        before = self._decode(self._ids[self._ends[0] : self._decoded])
+        after = self._decode(self._ids[self._ends[0] :])
         if after.endswith(INCOMPLETE) or len(after) <= len(before):
             return False
         searched = len(self.value)
-        self.value += after[len(before) :]
-        # Keep a window of the last tokens only: decoding cost does not grow with the text.
-        self._context = max(0, self._decoded - CONTEXT_TOKENS + 1)
+        self.value += after[len(before) :].replace(INCOMPLETE, "")
         self._decoded = len(self._ids)
+        # Keep a window of the last tokens only: decoding cost does not grow with the text.
+        self._ends.append(self._decoded)
+        while self._ends[1] <= self._decoded - CONTEXT_TOKENS:
+            self._ends.popleft()
         return may_stop and self._cut_at_stop(searched)
 
     def take(self, final: bool) -> str:
@@ -59,6 +66,21 @@ class IncrementalText:
         taken = self.value[self._taken : end]
         self._taken = max(self._taken, end)
         return taken
+
+    def _context_of(self, prompt_ids: list[int]) -> tuple[list[int], int]:
+        """The prompt's last tokens from where a character begins, and how many of them are whole characters.
+
+        The output may complete the character that a prompt ends with.
+        """
+        for begun in range(MAX_CHARACTER):
+            whole = prompt_ids[: len(prompt_ids) - begun]
+            for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER):
+                text = self._decode(whole[-count:])
+                if not text.startswith(INCOMPLETE) and not text.endswith(INCOMPLETE):
+                    last = prompt_ids[-count - begun :]
+                    return last, len(last) - begun
+        last = prompt_ids[-CONTEXT_TOKENS:]
+        return last, len(last)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -31,13 +31,7 @@ class Graph(Protocol):
 
 
 class GraphMode(Protocol):
-    """A way to make graphs.
-
-    Attributes:
-        tensor_lengths: graphs take the lengths of a layout as tensors.
-    """
-
-    tensor_lengths: bool
+    """A way to make graphs."""
 
     def graph(self, function: Callable[[], Tensor]) -> Graph:
         """The graph of a function that reads and writes tensors of fixed address only."""
@@ -70,4 +64,4 @@ class GraphContext:
 
     def static_batch(self, bucket: Bucket) -> StaticBatch:
         """Inputs of a bucket's graph."""
-        return StaticBatch(bucket, self.max_blocks, self.block_size, self.device, self.mode.tensor_lengths)
+        return StaticBatch(bucket, self.max_blocks, self.block_size, self.device)

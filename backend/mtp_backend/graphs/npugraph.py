@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from mtp_backend.ops import BatchLayout
-from mtp_backend.ops.npu_rules import check_batch, check_latent_rows
 
 
 class NpuGraphMode:
     """Captures a function once. The attentions take the lengths of their sequences as lists, which are arguments of
     the captured tasks, not tensors that these read: so each replay is followed by an update of the tasks."""
-
-    tensor_lengths = False
 
     def graph(self, function: Callable[[], Tensor]) -> CapturedGraph:
         return CapturedGraph(function)
@@ -30,9 +27,6 @@ class CapturedGraph:
         self._output: Tensor | None = None
 
     def run(self, layouts: list[BatchLayout]) -> Tensor:
-        for layout in layouts:
-            check_batch(layout.query_ends, layout.kv_lens, len(layout.positions))
-            check_latent_rows(layout.query_ends)
         if self._graph is None:
             self._capture()
         self._graph.replay()

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from mtp_backend.cache import Span, build_layout
 from mtp_backend.graphs.buckets import Bucket
 from mtp_backend.ops import BatchLayout
+from mtp_backend.ops.npu_rules import check_batch, check_latent_rows
 
 
 class StaticBatch:
     """Tokens and layout of one pass over a padded batch.
-
-    Args:
-        tensor_lengths: the layout has its lengths as device tensors, not as lists.
 
     Attributes:
         tokens: int64 [bucket.num_tokens].
         last: int64 [bucket.num_sequences], row of the last token of each sequence; 0 where there is none.
     """
 
-    def __init__(
-        self, bucket: Bucket, max_blocks: int, block_size: int, device: torch.device, tensor_lengths: bool
-    ) -> None:
+    def __init__(self, bucket: Bucket, max_blocks: int, block_size: int, device: torch.device) -> None:
         tokens, requests = bucket.num_tokens, bucket.num_requests
         # One tensor, so that a batch is one copy.
-        sizes = [tokens] * 3 + [bucket.num_sequences] + [requests] * 2 + [requests * max_blocks]
+        sizes = [tokens, tokens, tokens, bucket.num_sequences, requests * max_blocks]
         self._packed = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self.tokens, self._positions, self._slots, self.last, self._ends, self._lens, tables = self._packed.split(sizes)
+        self.tokens, self._positions, self._slots, self.last, tables = self._packed.split(sizes)
         self._tables = tables.view(requests, max_blocks)
         self._block_size = block_size
-        self._tensor_lengths = tensor_lengths
-        self._lengths: tuple[list[int], list[int]] | tuple[Tensor, Tensor] = self._ends, self._lens
+        self._lengths: tuple[list[int], list[int]] = [], []
 
     @property
     def layout(self) -> BatchLayout:
@@ -52,13 +46,14 @@ class StaticBatch:
             padded: of `Bucket.padded`.
         """
         batch = build_layout(padded, self._block_size, torch.device("cpu"))
+        # A graph is built once: its operations do not check the lengths of later batches.
+        check_batch(batch.query_ends, batch.kv_lens, len(self.tokens))
+        check_latent_rows(batch.query_ends)
         tokens = torch.zeros(len(self.tokens), dtype=torch.int64)
         tokens[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
-        ends, lens = torch.tensor(batch.query_ends), torch.tensor(batch.kv_lens)
         last = torch.zeros(len(self.last), dtype=torch.int64)
-        last[:num_sequences] = ends[:num_sequences] - 1
+        last[:num_sequences] = torch.tensor(batch.query_ends[:num_sequences]) - 1
         tables = torch.zeros(self._tables.shape, dtype=torch.int64)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
-        self._packed.copy_(torch.cat([tokens, batch.positions, batch.slots, last, ends, lens, tables.flatten()]))
-        if not self._tensor_lengths:
-            self._lengths = batch.query_ends, batch.kv_lens
+        self._packed.copy_(torch.cat([tokens, batch.positions, batch.slots, last, tables.flatten()]))
+        self._lengths = batch.query_ends, batch.kv_lens

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from mtp_backend.checkpoint import Checkpoint, allocate, check_tensors, checkpoint_views, load_weights
 from mtp_backend.checkpoint.loader import same_tensor
@@ -17,6 +16,7 @@ from mtp_backend.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lit
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
 from mtp_backend.models.layers.decoder import CausalLM, blank_embedding
+from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import Ops
@@ -160,7 +160,7 @@ def _plan_mtp(
     with torch.device("meta"), _default_dtype(dtype):
         layer = family.decoder_layer(config, config.num_hidden_layers + index, ops)
         embed_tokens = None if shares_embedding else blank_embedding(config)
-        head = None if shares_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        head = None if shares_head else Linear(config.hidden_size, config.vocab_size, ops)
         mtp = MtpModule(config, layer, embed_tokens, head, ops, rotated=source.name(index, ROTATION) in draft)
     check_tensors(mtp, draft, lambda own: source.name(index, own))
     # Published checkpoints hold other tensors too; a directory of MTP modules alone must not.

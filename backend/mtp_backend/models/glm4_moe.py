@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
 from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.linear import Linear, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.ops import BatchLayout, CacheShape, Ops
 
@@ -52,15 +53,14 @@ class GQAttention(nn.Module):
 
     def __init__(self, config: Glm4MoeConfig, ops: Ops) -> None:
         super().__init__()
-        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
+        self.head_dim = config.head_dim
         self.ops = ops
         hidden, bias = config.hidden_size, config.attention_bias
         kv_size = config.num_key_value_heads * config.head_dim
         query_size = config.num_attention_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, hidden, bias=False)
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = MergedLinear(hidden, parts, ops, bias=bias)
+        self.o_proj = Linear(query_size, hidden, ops)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.use_qk_norm:
@@ -70,20 +70,18 @@ class GQAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
         """[T, H] → [T, H]."""
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query = self._rotate(self.q_norm(query), angles)
-        key = self._rotate(self.k_norm(key), angles)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x))
+        query = self.ops.rotary(self.q_norm(query), *angles, interleaved=False)
+        key = self.ops.rotary(self.k_norm(key), *angles, interleaved=False)
         key_cache, value_cache = cache
         self.ops.write_cache(key_cache, layout.slots, key)
         self.ops.write_cache(value_cache, layout.slots, value)
         attended = self.ops.gqa_attention(query, key_cache, value_cache, layout, self.scale)
         return self.o_proj(attended.flatten(1))
 
-    def _rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        rotated = self.ops.rotary(x[..., : self.rotary_dim], *angles, interleaved=False)
-        return torch.cat([rotated, x[..., self.rotary_dim :]], dim=-1)
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """The three projections of the merged one."""
+        return self.qkv_proj.part_views()
 
 
 FAMILY = Family("glm4_moe", Glm4MoeConfig, lambda config, layer, ops: GQAttention(config, ops))

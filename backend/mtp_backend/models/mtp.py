@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.layers.decoder import DecoderLayer, LayerCache
+from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.ops import BatchLayout, Ops
@@ -16,7 +17,7 @@ from mtp_backend.ops import BatchLayout, Ops
 class SharedHead(nn.Module):
     """Norm and head of the module (`shared_head.*`)."""
 
-    def __init__(self, config: ModelConfig, head: nn.Linear | None, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, head: Linear | None, ops: Ops) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = head
@@ -41,16 +42,16 @@ class MtpModule(nn.Module):
         config: ModelConfig,
         layer: DecoderLayer,
         embed_tokens: nn.Embedding | None,
-        head: nn.Linear | None,
+        head: Linear | None,
         ops: Ops,
         rotated: bool = False,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
-        self.rot = nn.Linear(config.hidden_size, config.hidden_size, bias=False) if rotated else None
+        self.rot = Linear(config.hidden_size, config.hidden_size, ops) if rotated else None
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, ops)
         self.layer = layer
         self.shared_head = SharedHead(config, head, ops)
 
@@ -74,7 +75,8 @@ class MtpModule(nn.Module):
         if self.rot is not None:
             hidden = self.rot(hidden)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        return self.layer(x, rotary(layout.positions), layout, cache)
+        x, residual = self.layer(x, None, rotary(layout.positions), layout, cache)
+        return x + residual
 
     def normed(self, rows: Tensor) -> Tensor:
         """Rows of `forward` [N, H] → rows [N, H] after `shared_head.norm`, which `logits` takes."""

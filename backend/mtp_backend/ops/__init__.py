@@ -1,10 +1,14 @@
 """Device operations: one interface, one module per kind of device."""
 
+import logging
+
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.ops.interface import BatchLayout, CacheShape, Ops
 from mtp_backend.ops.reference import ReferenceOps
 
 __all__ = ["BatchLayout", "CacheShape", "Ops", "ReferenceOps", "ops_for"]
+
+log = logging.getLogger("mtp.ops")
 
 
 def ops_for(device: str) -> Ops:
@@ -14,7 +18,14 @@ def ops_for(device: str) -> Ops:
         InvalidArgument: torch_npu or what it needs is not installed.
     """
     if device == "cpu":
-        return ReferenceOps()
+        try:
+            from mtp_backend.ops.cpu import CpuOps
+        except ImportError as error:
+            log.warning(
+                "bfloat16 runs plain torch operations, which are slow: %s (./build.sh setup builds them)", error
+            )
+            return ReferenceOps()
+        return CpuOps()
     try:
         from mtp_backend.ops.npu import NpuOps
     except (ImportError, OSError) as error:

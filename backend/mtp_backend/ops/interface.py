@@ -22,8 +22,7 @@ class BatchLayout:
     Attributes:
         positions: int64 [T], position of each token in its sequence.
         slots: int64 [T], cache slot of each token: block id · block_size + offset.
-        query_ends: R cumulative query lengths; the last one equals T. They and `kv_lens` are int64 tensors [R] in a
-            compiled graph, where lists would be constants.
+        query_ends: R cumulative query lengths; the last one equals T.
         kv_lens: R lengths of the cached keys, the batch's own tokens included.
         block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
         selection: int32 [T, top_k], the cached positions that each token attends, in any order and padded with −1 at
@@ -33,26 +32,55 @@ class BatchLayout:
 
     positions: Tensor
     slots: Tensor
-    query_ends: list[int] | Tensor
-    kv_lens: list[int] | Tensor
+    query_ends: list[int]
+    kv_lens: list[int]
     block_tables: Tensor
     selection: Tensor | None = None
 
 
 class Ops(Protocol):
-    """One kind of device. All functions are pure except `write_cache`."""
+    """One kind of device. All functions are pure except `write_cache` and `write_latent`."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, inputs] · weightᵀ + bias for weight [outputs, inputs] → [T, outputs].
+
+        Computed, and given, in the weight's type: routers have float32.
+        """
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """For each of N heads a matrix of its own: x [T, N, inputs], weight [N, outputs, inputs] → [T, N, outputs]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32."""
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Rotates x [T, heads, D] by the angles of cos, sin [T, D/2] (float32).
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`rms_norm` of x + residual, and that sum."""
 
-        Pairs are (x0, x1), (x2, x3), … when interleaved, else (x0, x[D/2]), (x1, x[D/2 + 1]), ….
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """Rotates the first 2A elements of x [T, heads, D] by the angles of cos, sin [T, A] (float32).
+
+        Pairs are (x0, x1), (x2, x3), … when interleaved, else (x0, x[A]), (x1, x[A + 1]), …. The other elements stay.
         """
 
     def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
         """Stores values [T, heads, width] in the slots [T] of a cache tensor."""
+
+    def write_latent(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        slots: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+    ) -> None:
+        """Stores rows x [T, C + Dr] in the slots [T] of an MLA cache (see `mla_attention`).
+
+        Their first C elements after `rms_norm` go into `latent`, the others after `rotary` into `rope`.
+        """
 
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
@@ -91,6 +119,7 @@ class Ops(Protocol):
         """noaux_tc routing (DeepSeek-V3): logits [T, E] → expert ids [T, top_k] and weights [T, top_k].
 
         An expert's score is the sigmoid of its logit. The bias [E] takes part in the choice, not in the weights.
+        Of equal experts or groups the lower one is chosen.
         """
 
     def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -12,25 +12,52 @@ from mtp_backend.ops.interface import BatchLayout
 class ReferenceOps:
     """Implements `Ops` on any torch device."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.to(weight.dtype), weight, bias)
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum("tni,noi->tno", x, weight)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         cos, sin = cos[:, None], sin[:, None]
-        wide = x.float()
+        size = 2 * cos.shape[-1]
+        wide, rest = x[..., :size].float(), x[..., size:]
         if interleaved:
             first, second = wide[..., 0::2], wide[..., 1::2]
         else:
             first, second = wide.chunk(2, dim=-1)
         turned = (first * cos - second * sin, second * cos + first * sin)
         if interleaved:
-            return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+            turned = (torch.stack(turned, dim=-1).flatten(-2),)
+        return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)
 
     def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
         cache.flatten(0, 1).index_copy_(0, slots, values.to(cache.dtype))
+
+    def write_latent(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        slots: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+    ) -> None:
+        latents, keys = x[:, None].split([latent.shape[-1], rope.shape[-1]], dim=-1)
+        self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
+        self.write_cache(rope, slots, self.rotary(keys, cos, sin, interleaved))
 
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
@@ -85,9 +112,9 @@ class ReferenceOps:
             grouped = choice.unflatten(-1, (num_groups, -1))
             group_scores = grouped.topk(2, dim=-1).values.sum(-1)
             kept = torch.zeros_like(group_scores, dtype=torch.bool)
-            kept.scatter_(1, group_scores.topk(top_groups, dim=-1).indices, True)
+            kept.scatter_(1, _best(group_scores, top_groups), True)
             choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-        ids = choice.topk(top_k, dim=-1).indices
+        ids = _best(choice, top_k)
         weights = scores.gather(1, ids)
         if normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -112,6 +139,11 @@ class ReferenceOps:
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Places of the greatest scores of each row, of equal ones the first; topk leaves that open."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _rows(layout: BatchLayout) -> list[slice]:

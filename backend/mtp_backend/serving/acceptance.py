@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from mtp_backend.engine.llm import LLM, RequestOutput
 from mtp_backend.engine.tokenizer import encode, load_tokenizer
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling import SamplingParams
+from mtp_backend.serving.report import make_folder, write_json, write_picture
 
 
 @dataclass
@@ -63,7 +62,7 @@ def show(
     params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=line) for line in range(len(prompts))]
     configs = [SpeculativeConfig(k) for k in num_speculative_tokens]
     if output is not None:
-        _make(output)
+        make_folder(output)
     positions = max(8 * max(num_speculative_tokens), 12)
     print(_head(positions), flush=True)
     runs = []
@@ -78,9 +77,9 @@ def show(
             "temperature": temperature,
             "runs": [run.report() for run in runs],
         }
-        (output / "acceptance.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        print(output / "acceptance.json")
-        _draw(runs, output / "acceptance.png")
+        write_json(report, output / "acceptance.json")
+        drawn = [(run.num_speculative_tokens, run.totals) for run in runs]
+        write_picture("mtp_backend.serving.acceptance_plot", drawn, output / "acceptance.png")
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -131,22 +130,3 @@ def _row(run: Run, positions: int) -> str:
         f"{counts.mean_acceptance_length:>6.3f}  {rates:<{positions}} {1000 * cost.total:>9.3f} = "
         f"{1000 * cost.draft:>8.3f} + {1000 * cost.verify:>8.3f} + {1000 * cost.manage:>8.3f}"
     )
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument("--output", str(directory), f"a folder that can be made ({error})") from error
-
-
-def _draw(runs: list[Run], file: Path) -> None:
-    try:
-        from mtp_backend.serving.acceptance_plot import draw
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] != "matplotlib":
-            raise
-        print("mtp: no picture: matplotlib is missing; pip install 'mtp-backend[plot]'", file=sys.stderr)
-        return
-    draw([(run.num_speculative_tokens, run.totals) for run in runs], file)
-    print(file)

@@ -73,6 +73,22 @@ def _parser() -> argparse.ArgumentParser:
     acceptance.add_argument("--output", type=Path, metavar="DIR", help="folder for acceptance.json and acceptance.png")
     acceptance.set_defaults(run=_acceptance)
 
+    bench = commands.add_parser("bench", help="measure speed here, its limit, and how many drafts pay")
+    bench.add_argument("checkpoint", type=Path)
+    bench.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="sequences that decode together"
+    )
+    bench.add_argument(
+        "--num-speculative-tokens", type=int, nargs="+", default=[0, 1, 2, 3], metavar="K", help="drafts a step"
+    )
+    bench.add_argument("--prompts", type=Path, metavar="FILE", help="text, one prompt a line (random tokens)")
+    bench.add_argument("--prompt-tokens", type=int, default=128, help="length of a random prompt (128)")
+    bench.add_argument("--max-tokens", type=int, default=64, help="tokens generated for a prompt (64)")
+    bench.add_argument("--rounds", type=int, default=3, help="runs of each combination, all of them in each round (3)")
+    bench.add_argument("--num-threads", type=int, help="threads of the tensor library (torch's own choice)")
+    bench.add_argument("--output", type=Path, metavar="DIR", help="folder for bench.json and bench.png")
+    bench.set_defaults(run=_bench)
+
     export = commands.add_parser("export-mtp", help="write a checkpoint's MTP layers into a directory of their own")
     export.add_argument("--input-dir", type=Path, required=True, help="published checkpoint")
     export.add_argument("--output-dir", type=Path, required=True, help="folder to make")
@@ -114,6 +130,23 @@ def _acceptance(arguments: argparse.Namespace) -> int:
         arguments.num_speculative_tokens,
         arguments.max_tokens,
         arguments.temperature,
+        arguments.num_threads,
+        arguments.output,
+    )
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from mtp_backend.serving.bench import show
+
+    show(
+        arguments.checkpoint,
+        arguments.concurrency,
+        arguments.num_speculative_tokens,
+        arguments.prompts,
+        arguments.prompt_tokens,
+        arguments.max_tokens,
+        arguments.rounds,
         arguments.num_threads,
         arguments.output,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from mtp_backend.errors import MtpError
 from mtp_backend.sampling.structured import StructuredOutput
 from mtp_backend.serving.messages import Generate, Message, Step
-from mtp_backend.serving.sessions import Address
+from mtp_backend.serving.session import Address
 
 
 class Compilations:

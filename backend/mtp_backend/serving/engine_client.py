@@ -17,13 +17,14 @@ import zmq
 
 from mtp_backend.errors import MtpError, Unavailable, from_code
 from mtp_backend.serving import messages
-from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Message, Stats
+from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Message, Stats, Taken
 from mtp_backend.serving.rendezvous import Rendezvous
 
 log = logging.getLogger("mtp.client")
 CANCEL_POLL_SECONDS = 0.1
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 10.0
+FRAMES_PER_ACKNOWLEDGEMENT = 8
 
 
 class Reply(Protocol):
@@ -102,6 +103,12 @@ class EngineClient:
         for _, reply in requests:
             reply.fail(Unavailable("the engine is starting again; try again later"))
 
+    def tell(self, told: list[Message]) -> None:
+        """Sends what needs no answer; lost while there is no engine."""
+        with self._lock:
+            if self._commands is not None:
+                self._commands.send(messages.encode(told))
+
     def close(self) -> None:
         """Takes leave of the engine, which ends when its last role has."""
         self._closing.set()
@@ -141,11 +148,16 @@ class EngineClient:
         poller = zmq.Poller()
         poller.register(self._answers, zmq.POLLIN)
         poller.register(self._engine, zmq.POLLIN)
+        num_taken = 1  # the Welcome
         while not self._closing.is_set():
             ready = dict(poller.poll(100))
             if self._answers in ready:
                 for message in messages.decode_from_engine(self._answers.recv()):
                     self._dispatch(message)
+                num_taken += 1
+                if num_taken >= FRAMES_PER_ACKNOWLEDGEMENT:
+                    self._acknowledge(num_taken)
+                    num_taken = 0
             elif self._engine in ready:
                 poller.unregister(self._answers)
                 poller.unregister(self._engine)
@@ -154,7 +166,14 @@ class EngineClient:
                     return
                 poller.register(self._answers, zmq.POLLIN)
                 poller.register(self._engine, zmq.POLLIN)
+                num_taken = 1
         self._answers.close(linger=0)
+
+    def _acknowledge(self, num_frames: int) -> None:
+        """Tells the engine that frames have been handled: it sends streams no more than a role takes."""
+        with self._lock:
+            if self._commands is not None:
+                self._commands.send(messages.encode([Taken(num_frames)]))
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Stats):

@@ -4,57 +4,49 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from mtp_backend.config import EngineConfig
-from mtp_backend.engine.engine import Engine, StepOutput
-from mtp_backend.engine.sequence import Sequence, Status
+from mtp_backend.engine.engine import Engine
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
-from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving import messages
 from mtp_backend.serving.compiling import Compilations
+from mtp_backend.serving.gathering import Gathering
+from mtp_backend.serving.generations import Generations
 from mtp_backend.serving.messages import (
+    Asked,
     Bye,
     Cancel,
     Failed,
     Generate,
-    Generated,
     Hello,
     Message,
     Propose,
-    RequestTimes,
     Step,
+    Taken,
     Welcome,
 )
 from mtp_backend.serving.rendezvous import Rendezvous
-from mtp_backend.serving.request_times import RequestClock
-from mtp_backend.serving.sessions import Address, Sessions
+from mtp_backend.serving.session import Address
+from mtp_backend.serving.sessions import Sessions
 from mtp_backend.serving.statistics import Statistics
 
 log = logging.getLogger("mtp.engine")
 # An engine that no role has been using for this long ends. A supervised server that starts again finds it until then.
 ORPHAN_SECONDS = 120.0
 HOUSEKEEPING_SECONDS = 1.0
-
-
-@dataclass
-class Generation:
-    """A Generate request in progress; `sent` tokens have been answered."""
-
-    address: Address
-    message: Generate
-    clock: RequestClock
-    sent: int = 0
+# Frames that a role may have left to take before its streams wait: some seconds of steps.
+MAX_UNTAKEN_FRAMES = 64
 
 
 class EngineProcess:
@@ -69,12 +61,14 @@ class EngineProcess:
         self._engine = engine
         self._socket = socket
         self._sessions = Sessions(engine, self._send, time.monotonic)
+        self._gathering = Gathering(time.monotonic)
         self._statistics = Statistics(engine)
+        self._generations = Generations(engine, self._send, self._is_behind, self._statistics.ended, time.monotonic)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._compilations = Compilations(engine.compile_grammar, lambda: os.eventfd_write(self._wake, 1))
         self._stats_role: Address | None = None
-        self._generations: dict[Sequence, Generation] = {}
         self._outbox: dict[Address, list[Message]] = defaultdict(list)
+        self._num_untaken: Counter[Address] = Counter()  # frames that each role has not taken yet
         self._roles: dict[Address, int] = {}  # address → file descriptor that tells when the process ends
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
@@ -92,9 +86,9 @@ class EngineProcess:
 
     def run(self) -> None:
         """The loop."""
+        pause = 0.0
         while self._running:
-            timeout = 0 if self._engine.has_work else int(HOUSEKEEPING_SECONDS * 1000)
-            ready = dict(self._poller.poll(timeout))
+            ready = dict(self._poller.poll(math.ceil(pause * 1000)))
             if self._server in ready:
                 log.info("the inference server has ended")
                 self._end_roles()
@@ -105,7 +99,9 @@ class EngineProcess:
                 self._receive()
             if self._wake in ready:
                 self._resume()
-            if self._engine.has_work:
+            self._generations.expire()
+            pause = self._pause()
+            if not pause:
                 self._step()
             self._flush()  # the first frame of a role is its Welcome alone
             if time.monotonic() >= self._next_housekeeping:
@@ -137,18 +133,22 @@ class EngineProcess:
             elif isinstance(message, Step):
                 self._sessions.refuse(address, message, error)
             else:
-                self._refuse(address, message, error)
+                self._generations.refuse(address, message, error)
 
     def _handle(self, address: Address, message: Message) -> None:
         match message:
             case Generate():
-                self._generate(address, message)
+                self._generations.start(address, message)
             case Step():
                 self._sessions.step(address, message)
             case Propose():
                 self._sessions.propose(address, message)
+            case Asked():
+                self._sessions.asked(message)
             case Cancel():
                 self._cancel(address, message.request)
+            case Taken():
+                self._num_untaken[address] -= message.num_frames
             case Hello():
                 self._roles[address] = os.pidfd_open(message.pid)
                 self._poller.register(self._roles[address], zmq.POLLIN)
@@ -159,36 +159,19 @@ class EngineProcess:
                 self._forget(address)
                 self._running = bool(self._roles)
 
-    def _generate(self, address: Address, message: Generate) -> None:
-        try:
-            params = SamplingParams.from_dict(message.params)
-            sequence = self._engine.new_sequence(message.token_ids, params)
-        except MtpError as error:
-            self._refuse(address, message, error)
-            return
-        self._generations[sequence] = Generation(address, message, RequestClock(time.monotonic()))
-        self._engine.add(sequence)
-
-    def _refuse(self, address: Address, message: Generate, error: MtpError) -> None:
-        self._send(address, Failed(message.request, error.code, str(error)))
-        self._statistics.ended(RequestTimes("error"))
-
     def _cancel(self, address: Address, request: int) -> None:
         if self._compilations.withdraw(address, request):
-            self._fail_cancelled(address, request)
+            error = Cancelled("the request was cancelled")
+            self._send(address, Failed(request, error.code, str(error)))
             return
-        for sequence, generation in self._generations.items():
-            if (generation.address, generation.message.request) == (address, request):
-                del self._generations[sequence]
-                self._engine.remove(sequence)
-                self._fail_cancelled(address, request)
-                self._statistics.ended(RequestTimes("cancelled"))
-                return
-        self._sessions.cancel(address, request)
+        if not self._generations.cancel(address, request):
+            self._sessions.cancel(address, request)
 
-    def _fail_cancelled(self, address: Address, request: int) -> None:
-        error = Cancelled("the request was cancelled")
-        self._send(address, Failed(request, error.code, str(error)))
+    def _pause(self) -> float:
+        """Seconds until the next step starts if nothing happens before."""
+        if not self._engine.has_work:
+            return HOUSEKEEPING_SECONDS
+        return self._gathering.seconds_left(not self._generations and self._sessions.expects_more)
 
     def _step(self) -> None:
         start = time.monotonic()
@@ -196,61 +179,18 @@ class EngineProcess:
             outputs = self._engine.step()
         except Exception:
             log.exception("a step failed; the requests that were running end")
-            self._fail_all(MtpError("a step of the engine failed; see the server's log"))
+            error = MtpError("a step of the engine failed; see the server's log")
+            self._generations.fail_all(error)
+            self._sessions.fail_all(error)
             return
-        for sequence, generation in self._generations.items():
-            if generation.clock.started is None and sequence.status is not Status.WAITING:
-                generation.clock.started = start
+        self._generations.stepped(start)
         for output in outputs:
             if output.sequence in self._generations:
-                self._deliver(output)
+                self._generations.deliver(output)
             else:
                 self._sessions.deliver(output)
-        self._sessions.deliver_drafts()
-
-    def _deliver(self, output: StepOutput) -> None:
-        sequence = output.sequence
-        generation = self._generations[sequence]
-        final = bool(sequence.finish_reason)
-        generation.clock.tokens(time.monotonic())
-        if final:
-            del self._generations[sequence]
-            self._statistics.ended(generation.clock.times(sequence.finish_reason, sequence.num_generated))
-        elif not generation.message.stream:
-            return
-        text = sequence.text.take(final)
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + generation.sent :]
-        wants_logprobs = sequence.params.logprobs is not None
-        wants_prompt = sequence.params.prompt_logprobs is not None and generation.sent == 0
-        # An end token is the last one and was not added to the text.
-        offsets = [*sequence.text.offsets[generation.sent :], len(sequence.text.value)][: len(token_ids)]
-        answer = Generated(
-            generation.message.request,
-            text,
-            token_ids,
-            sequence.finish_reason,
-            sequence.num_prompt_tokens,
-            sequence.num_cached_tokens,
-            sequence.num_generated,
-            sequence.counters.num_spec_steps,
-            sequence.counters.num_draft_tokens,
-            sequence.counters.num_accepted_draft_tokens,
-            sequence.counters.num_lossy_draft_tokens,
-            offsets,
-            sequence.logprobs[generation.sent :] if wants_logprobs else None,
-            sequence.cumulative_logprob if wants_logprobs else None,
-            [None, *sequence.prompt_logprobs] if wants_prompt else None,
-        )
-        generation.sent = sequence.num_generated
-        self._send(generation.address, answer)
-
-    def _fail_all(self, error: MtpError) -> None:
-        for sequence, generation in list(self._generations.items()):
-            self._engine.remove(sequence)
-            self._send(generation.address, Failed(generation.message.request, error.code, str(error)))
-            self._statistics.ended(RequestTimes("error"))
-        self._generations.clear()
-        self._sessions.fail_all(error)
+        self._sessions.end_batch()
+        self._gathering.stepped(time.monotonic() - start)
 
     def _forget(self, address: Address) -> None:
         """A role has gone: nobody waits for its requests any more."""
@@ -258,14 +198,12 @@ class EngineProcess:
         if pidfd is not None:
             self._poller.unregister(pidfd)
             os.close(pidfd)
-        for sequence in [s for s, generation in self._generations.items() if generation.address == address]:
-            del self._generations[sequence]
-            self._engine.remove(sequence)
-            self._statistics.ended(RequestTimes("cancelled"))
+        self._generations.drop(address)
         self._compilations.withdraw(address)
         if address == self._stats_role:
             self._stats_role = None
         self._sessions.drop(address)
+        self._num_untaken.pop(address, None)
         self._last_role = time.monotonic()
 
     def _housekeeping(self) -> None:
@@ -282,8 +220,12 @@ class EngineProcess:
     def _send(self, address: Address, message: Message) -> None:
         self._outbox[address].append(message)
 
+    def _is_behind(self, address: Address) -> bool:
+        return self._num_untaken[address] >= MAX_UNTAKEN_FRAMES
+
     def _flush(self) -> None:
         for address, batch in self._outbox.items():
+            self._num_untaken[address] += 1
             self._socket.send_multipart([address + b"r", messages.encode(batch)])
         self._outbox.clear()
 

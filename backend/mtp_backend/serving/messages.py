@@ -34,12 +34,17 @@ class Bye(Message):
 
 
 class Generate(Message):
-    """Generate a whole text."""
+    """Generate a whole text.
+
+    `priority`: lower goes first. `timeout`: seconds after which the request fails; None for never.
+    """
 
     request: int
     token_ids: list[int]
     params: dict[str, Any]
     stream: bool
+    priority: int = 0
+    timeout: float | None = None
 
 
 class Step(Message):
@@ -64,10 +69,23 @@ class Propose(Message):
     epoch: int
 
 
+class Asked(Message):
+    """The client of a sequence was given the drafts that came with its last step; nobody waits for an answer."""
+
+    sequence: SequenceId
+    epoch: int
+
+
 class Cancel(Message):
     """Forget a request; a client-paced sequence whose step it is ends."""
 
     request: int
+
+
+class Taken(Message):
+    """The role has handled that many more of the frames that it was sent."""
+
+    num_frames: int
 
 
 # Engine → role
@@ -109,7 +127,7 @@ class Generated(Message):
 
 
 class Stepped(Message):
-    """Answer to Step."""
+    """Answer to Step. `next_draft_ids`: drafts that were made with the step; None if its client did not ask for any."""
 
     request: int
     token_ids: list[int]
@@ -119,6 +137,7 @@ class Stepped(Message):
     finish_reason: str
     step: int
     epoch: int
+    next_draft_ids: list[int] | None = None
 
     final = True
 
@@ -192,7 +211,7 @@ class Failed(Message):
     final = True
 
 
-ToEngine = Hello | Bye | Generate | Step | Propose | Cancel
+ToEngine = Hello | Bye | Generate | Step | Propose | Asked | Cancel | Taken
 FromEngine = Welcome | Generated | Stepped | Proposed | Stats | Failed
 
 encode = msgspec.msgpack.Encoder().encode

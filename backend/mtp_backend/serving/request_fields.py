@@ -48,7 +48,7 @@ FILTERS: dict[str, tuple[Any, ...]] = {"top_k": (0, 1), "top_p": (1,), "min_p": 
 
 INTEGERS = (
     "max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs",
-    "beam_width", "num_return_sequences", "best_of", "end_id", "pad_id",
+    "beam_width", "num_return_sequences", "best_of", "end_id", "pad_id", "priority", "timeout",
 )  # fmt: skip
 NUMBERS = (
     "temperature", "top_p", "min_p", "typical_p", "length_penalty",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -11,34 +10,10 @@ from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, NotFound, Unavailable
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.serving.messages import Failed, Message, Propose, Proposed, SequenceId, Step, Stepped
+from mtp_backend.serving.messages import Asked, Failed, Propose, Proposed, SequenceId, Step
+from mtp_backend.serving.session import Address, Send, Session, goes_on
 
-# Where answers go: the role's address on the socket.
-Address = bytes
-Send = Callable[[Address, Message], None]
-
-
-@dataclass
-class Session:
-    """One live sequence id.
-
-    Attributes:
-        epoch: number of the START that made it; tells whether main and draft mean the same sequence.
-        answer: the last step's answer, which the same step number gets again; None before the first.
-        running: the step that is being computed, with its address.
-        proposing: the draft request that is being computed.
-    """
-
-    sequence: Sequence
-    epoch: int
-    answer: Stepped | None = None
-    running: tuple[Address, Step] | None = None
-    proposing: tuple[Address, Propose] | None = None
-
-    @property
-    def next_step(self) -> int:
-        """Number of the next step; a START is step 0."""
-        return self.answer.step + 1 if self.answer else 0
+PATIENCE = 2  # batches that a step which ran ahead is expected to be asked for within
 
 
 class Sessions:
@@ -46,6 +21,10 @@ class Sessions:
 
     The inference server never says that a sequence has died, so the table forgets what was not used for long, and
     when it is full the least recently used.
+
+    A client that asks for drafts gets the next ones with its steps. If it does no more than go on from step to step,
+    the next one is computed before it is asked for: the engine then has all sequences at hand, and not those alone
+    whose requests the server is letting through. If it then does bring tokens or drafts, the step is taken back.
 
     Args:
         send: gives an answer to a role.
@@ -59,6 +38,7 @@ class Sessions:
         self._sessions: dict[SequenceId, Session] = {}  # least recently used first
         self._by_sequence: dict[Sequence, SequenceId] = {}
         self._epoch = 0
+        self._num_batches = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -85,8 +65,12 @@ class Sessions:
         if session is None or session.epoch != message.epoch:
             reason = "is not held" if session is None else "was started again since main's answer"
             self._fail(address, message.request, NotFound(f"sequence lost: {message.sequence!r} {reason}"))
+            return
+        session.asked = True
+        if session.drafts is not None:
+            self._send(address, Proposed(message.request, session.drafts[0]))
         elif session.sequence.draft_ids or session.sequence.finish_reason:
-            self._send(address, Proposed(message.request, session.sequence.draft_ids))
+            self._propose(session, address, message)
         else:
             if session.proposing is None:
                 self._engine.request_drafts(session.sequence)
@@ -95,21 +79,36 @@ class Sessions:
                 self._fail(old_address, old.request, Cancelled("the drafts were asked for again"))
             session.proposing = (address, message)
 
-    def deliver(self, output: StepOutput) -> None:
-        """Answers the step whose tokens the engine has committed."""
-        key = self._by_sequence[output.sequence]
-        session = self._sessions[key]
-        address, message = session.running
-        session.running = None
-        self._answer(session, address, message, output.token_ids, output.num_accepted)
+    def asked(self, message: Asked) -> None:
+        """Notes that a client goes on asking for drafts."""
+        session = self._sessions.get(message.sequence)
+        if session is not None and session.epoch == message.epoch:
+            session.asked = True
 
-    def deliver_drafts(self) -> None:
+    def deliver(self, output: StepOutput) -> None:
+        """Answers the step whose tokens the engine has committed, or keeps what was not asked for yet."""
+        session = self._sessions[self._by_sequence[output.sequence]]
+        if session.running is None:
+            session.ahead, session.ahead_since = output, self._num_batches
+        else:
+            address, message = session.running
+            session.running = None
+            self._answer(session, address, message, output.token_ids, output.num_accepted)
+
+    def end_batch(self) -> None:
         """Answers the draft requests that the engine's last step has served."""
+        self._num_batches += 1
         for session in self._sessions.values():
             if session.proposing is not None:
                 address, message = session.proposing
                 session.proposing = None
-                self._send(address, Proposed(message.request, session.sequence.draft_ids))
+                self._propose(session, address, message)
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether a client is likely to ask soon for a step that is computed, after which its next one can run."""
+        first = self._num_batches - PATIENCE
+        return any(session.is_expected and session.ahead_since >= first for session in self._sessions.values())
 
     def cancel(self, address: Address, request: int) -> bool:
         """Ends the sequence whose running step is `request`; False if there is none."""
@@ -136,7 +135,8 @@ class Sessions:
 
     def fail_all(self, error: MtpError) -> None:
         """Ends every sequence that something is being computed for."""
-        for key in [key for key, session in self._sessions.items() if session.running or session.proposing]:
+        busy = [key for key, one in self._sessions.items() if one.is_stepping or one.proposing]
+        for key in busy:
             self._end(key, error)
 
     def _start(self, address: Address, message: Step) -> None:
@@ -173,7 +173,8 @@ class Sessions:
             raise InvalidArgument("generated_ids", message.generated_ids, "only on the START of a sequence")
         number = session.next_step if message.step is None else message.step
         if number == -1 and message.end:
-            self._answer(session, address, message, [], 0)
+            self._send(address, session.ended(message.request))
+            self._end(message.sequence)
         elif session.running is not None:
             self._join_running(session, address, message, number)
         elif session.answer is not None and number == session.answer.step:
@@ -181,9 +182,13 @@ class Sessions:
         elif number != session.next_step:
             allowed = f"{session.next_step} (the next) or {session.next_step - 1} (the last one again)"
             raise InvalidArgument("step", number, allowed)
+        elif session.is_ahead and goes_on(message):
+            self._catch_up(session, address, message)
         else:
+            if session.is_ahead:
+                self._take_back(session)
             if message.token_ids:
-                self._append(session.sequence, message)
+                self._append(session, message)
             if session.sequence.finish_reason:
                 self._answer(session, address, message, [], 0)
                 return
@@ -191,18 +196,42 @@ class Sessions:
                 self._engine.set_drafts(session.sequence, message.draft_ids)
             self._run(session, address, message)
 
-    def _append(self, sequence: Sequence, message: Step) -> None:
+    def _catch_up(self, session: Session, address: Address, message: Step) -> None:
+        """Answers with the step that ran ahead, once it is computed."""
+        if session.ahead is None:
+            session.running = (address, message)
+        else:
+            output, session.ahead = session.ahead, None
+            self._answer(session, address, message, output.token_ids, output.num_accepted)
+
+    def _take_back(self, session: Session) -> None:
+        """Returns to what the client was told last; a client that does this once will do it again."""
+        sequence = session.sequence
+        session.taken_back = True
+        session.ahead = None
+        self._engine.take_back(sequence, session.answer.sequence_length)
+        sequence.draft_ids, sequence.draft_probs = session.drafts
+
+    def _propose(self, session: Session, address: Address, message: Propose) -> None:
+        session.drafts = session.sequence.draft_ids, session.sequence.draft_probs
+        self._send(address, Proposed(message.request, session.sequence.draft_ids))
+
+    def _append(self, session: Session, message: Step) -> None:
         """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
-        held = sequence.draft_ids, sequence.draft_probs
+        sequence = session.sequence
+        text, held = sequence.text, (sequence.draft_ids, sequence.draft_probs)
         try:
             self._engine.set_drafts(sequence, message.draft_ids or [])
             self._engine.append(sequence, message.token_ids)
         except InvalidArgument:
             sequence.draft_ids, sequence.draft_probs = held
             raise
+        if text is not None:
+            session.held_back += text.take(final=True)
 
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()
+        session.sequence.wants_drafts = session.asked and not message.end
         session.running = (address, message)
         self._engine.add(session.sequence)
 
@@ -222,21 +251,12 @@ class Sessions:
     def _answer(
         self, session: Session, address: Address, message: Step, token_ids: list[int], num_accepted: int
     ) -> None:
-        sequence = session.sequence
-        text = sequence.text.take(final=bool(sequence.finish_reason)) if sequence.text is not None else ""
-        session.answer = Stepped(
-            message.request,
-            token_ids,
-            text,
-            num_accepted,
-            len(sequence.token_ids),
-            sequence.finish_reason,
-            session.next_step,
-            session.epoch,
-        )
-        self._send(address, session.answer)
+        may_run_ahead = session.may_run_ahead and goes_on(message)
+        self._send(address, session.answered(message, token_ids, num_accepted))
         if message.end:
             self._end(message.sequence)
+        elif may_run_ahead:
+            self._engine.run_ahead(session.sequence)
 
     def _make_room(self) -> None:
         limit = self._engine.config.max_sequences

@@ -22,6 +22,7 @@ _CODES = {
     "NOT_FOUND": "NOT_FOUND",
     "UNAVAILABLE": "UNAVAILABLE",
     "CANCELLED": "CANCELLED",
+    "DEADLINE_EXCEEDED": "UNAVAILABLE",  # as the server's own timeouts: it has no such code
 }
 
 

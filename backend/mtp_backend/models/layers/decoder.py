@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.mlp import feed_forward
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.models.layers.rotary import RotaryTable
@@ -27,10 +28,21 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = feed_forward(config, layer, ops)
 
-    def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
-        """[T, H] → [T, H]; writes the batch's keys into the cache."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, layout, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, residual: Tensor | None, angles: Angles, layout: BatchLayout, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        """The stream before the layer as x + residual [T, H] → the stream behind it as two such parts.
+
+        The sum is left to the norm that comes next, which adds and normalises at once. Writes the batch's keys into
+        the cache.
+
+        Args:
+            residual: None if x is all of the stream.
+        """
+        x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, angles, layout, cache)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
 
 
 def blank_embedding(config: ModelConfig) -> nn.Embedding:
@@ -57,15 +69,16 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer], ops: Ops) -> None:
         super().__init__()
         self.model = Decoder(config, layers, ops)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, ops)
 
     def forward(self, token_ids: Tensor, rotary: RotaryTable, layout: BatchLayout, caches: list[LayerCache]) -> Tensor:
         """Token ids [T] → hidden rows [T, H] after the final norm, which both the head and the MTP module take."""
         angles = rotary(layout.positions)
         x = F.embedding(token_ids, self.model.embed_tokens.weight)
+        residual = None
         for layer, cache in zip(self.model.layers, caches, strict=True):
-            x = layer(x, angles, layout, cache)
-        return self.model.norm(x)
+            x, residual = layer(x, residual, angles, layout, cache)
+        return self.model.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden rows [N, H] → logits [N, vocab]."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.mla import MLAConfig, MLAttention
 from mtp_backend.ops import BatchLayout, CacheShape, Ops
 
@@ -87,30 +88,26 @@ class Indexer(nn.Module):
 
     def __init__(self, config: DSAConfig, ops: Ops) -> None:
         super().__init__()
-        self.heads, self.rope = config.index_n_heads, config.qk_rope_head_dim
+        self.heads = config.index_n_heads
         self.top_k = config.index_topk
         self.interleaved = config.indexer_rope_interleave
         self.ops = ops
-        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * config.index_head_dim, bias=False)
-        self.wk = nn.Linear(config.hidden_size, config.index_head_dim, bias=False)
+        self.wq_b = Linear(config.q_lora_rank, self.heads * config.index_head_dim, ops)
+        self.wk = Linear(config.hidden_size, config.index_head_dim, ops)
         self.k_norm = nn.LayerNorm(config.index_head_dim, eps=1e-6)
-        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False, dtype=torch.float32)
+        self.weights_proj = Linear(config.hidden_size, self.heads, ops, dtype=torch.float32)
         self.scale = (self.heads * config.index_head_dim) ** -0.5
 
     def forward(self, x: Tensor, query_latent: Tensor, angles: Angles, layout: BatchLayout, keys: Tensor) -> Tensor:
-        """Rows [T, H] and their `MLAttention.query_latent` → selection [T, index_topk].
+        """Rows [T, H] and the queries' latents of `MLAttention.project` → selection [T, index_topk].
 
         Writes the batch's index keys into `keys` [blocks, block, 1, index_head_dim].
         """
-        query = self._rotate(self.wq_b(query_latent).unflatten(-1, (self.heads, -1)), angles)
-        key = self._rotate(self.k_norm(self.wk(x))[:, None], angles)
+        query = self.ops.rotary(self.wq_b(query_latent).unflatten(-1, (self.heads, -1)), *angles, self.interleaved)
+        key = self.ops.rotary(self.k_norm(self.wk(x))[:, None], *angles, self.interleaved)
         self.ops.write_cache(keys, layout.slots, key)
-        weights = self.weights_proj(x.float()) * self.scale
+        weights = self.weights_proj(x) * self.scale
         return self.ops.index_topk(query, weights, keys, layout, self.top_k)
-
-    def _rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        rotated = self.ops.rotary(x[..., : self.rope], *angles, self.interleaved)
-        return torch.cat([rotated, x[..., self.rope :]], dim=-1)
 
 
 class SparseMLAttention(MLAttention):
@@ -133,7 +130,7 @@ class SparseMLAttention(MLAttention):
 
     def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
         """[T, H] → [T, H]."""
-        query_latent = self.query_latent(x)
+        query_latent, kv = self.project(x)
         if self.indexer is not None and not (self.keeps_selection and layout.selection is not None):
             layout.selection = self.indexer(x, query_latent, angles, layout, cache[2])
-        return self.attend(x, query_latent, angles, layout, cache[:2])
+        return self.attend(query_latent, kv, angles, layout, cache[:2])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.linear import Linear, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.models.layers.rotary import yarn_magnitude
 from mtp_backend.ops import BatchLayout, CacheShape, Ops
@@ -56,44 +57,55 @@ class MLAttention(nn.Module):
         self.latent = config.kv_lora_rank
         self.interleaved = config.rope_interleave
         self.ops = ops
+        self.has_query_rank = config.q_lora_rank is not None
         hidden, bias = config.hidden_size, config.attention_bias
-        query_size = self.heads * (self.nope + self.rope)
-        if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(hidden, query_size, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(hidden, config.q_lora_rank, bias=bias)
+        query_size, kv_size = self.heads * (self.nope + self.rope), self.latent + self.rope
+        if self.has_query_rank:
+            parts = {"q_a_proj": config.q_lora_rank, "kv_a_proj_with_mqa": kv_size}
+            self.qkv_a_proj = MergedLinear(hidden, parts, ops, bias=bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, 1e-6, ops)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.latent + self.rope, bias=bias)
+            self.q_b_proj = Linear(config.q_lora_rank, query_size, ops)
+        else:
+            self.q_proj = Linear(hidden, query_size, ops)
+            self.kv_a_proj_with_mqa = Linear(hidden, kv_size, ops, bias=bias)
         self.kv_a_layernorm = RMSNorm(self.latent, 1e-6, ops)
-        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.nope + self.value), bias=False)
-        self.o_proj = nn.Linear(self.heads * self.value, hidden, bias=bias)
+        self.kv_b_proj = Linear(self.latent, self.heads * (self.nope + self.value), ops)
+        self.o_proj = Linear(self.heads * self.value, hidden, ops, bias=bias)
         self.scale = (self.nope + self.rope) ** -0.5
         if config.yarn is not None:
             self.scale *= yarn_magnitude(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
 
     def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
         """[T, H] → [T, H]."""
-        return self.attend(x, self.query_latent(x), angles, layout, cache)
+        return self.attend(*self.project(x), angles, layout, cache)
 
-    def query_latent(self, x: Tensor) -> Tensor:
-        """What the queries are made of: [T, q_lora_rank], or x itself where they have no low-rank step."""
-        return x if hasattr(self, "q_proj") else self.q_a_layernorm(self.q_a_proj(x))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] → what the queries are made of, [T, q_lora_rank], and latents and rope keys side by side.
 
-    def attend(self, x: Tensor, query_latent: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
-        """[T, H] and its `query_latent` → [T, H]."""
-        project = self.q_proj if hasattr(self, "q_proj") else self.q_b_proj
+        The first is x itself where queries have no low-rank step.
+        """
+        if not self.has_query_rank:
+            return x, self.kv_a_proj_with_mqa(x)
+        query_latent, kv = self.qkv_a_proj(x)
+        return self.q_a_layernorm(query_latent), kv
+
+    def attend(
+        self, query_latent: Tensor, kv: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache
+    ) -> Tensor:
+        """What `project` gave → [T, H]."""
+        project = self.q_b_proj if self.has_query_rank else self.q_proj
         query = project(query_latent).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
         q_rope = self.ops.rotary(q_rope, *angles, self.interleaved)
-        k_rope = self.ops.rotary(k_rope[:, None], *angles, self.interleaved)
-        latent_cache, rope_cache = cache
-        self.ops.write_cache(latent_cache, layout.slots, self.kv_a_layernorm(latent)[:, None])
-        self.ops.write_cache(rope_cache, layout.slots, k_rope)
+        norm = self.kv_a_layernorm
+        latent, rope = cache
+        self.ops.write_latent(kv, norm.weight, norm.eps, *angles, self.interleaved, layout.slots, latent, rope)
         up = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         key_up, value_up = up.split([self.nope, self.value], dim=1)
-        q_latent = torch.einsum("thd,hdc->thc", q_nope, key_up)
-        attended = self.ops.mla_attention(q_latent, q_rope, latent_cache, rope_cache, layout, self.scale)
-        values = torch.einsum("thc,hvc->thv", attended, value_up)
-        return self.o_proj(values.flatten(1))
+        q_latent = self.ops.head_linear(q_nope, key_up.mT)
+        attended = self.ops.mla_attention(q_latent, q_rope, latent, rope, layout, self.scale)
+        return self.o_proj(self.ops.head_linear(attended, value_up).flatten(1))
+
+    def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
+        """The two projections of the merged one."""
+        return self.qkv_a_proj.part_views() if self.has_query_rank else iter(())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
@@ -22,7 +21,7 @@ class MLP(nn.Module):
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.ops.swiglu(F.linear(x, self.gate_up)), self.down)
+        return self.ops.linear(self.ops.swiglu(self.ops.linear(x, self.gate_up)), self.down)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's three matrices in the two that are kept."""
@@ -46,7 +45,7 @@ class Gate(nn.Module):
         """[T, H] → expert ids and weights, [T, num_experts_per_tok] each."""
         config = self.config
         return self.ops.select_experts(
-            F.linear(x.float(), self.weight),
+            self.ops.linear(x, self.weight),
             self.e_score_correction_bias,
             top_k=config.num_experts_per_tok,
             num_groups=config.n_group,

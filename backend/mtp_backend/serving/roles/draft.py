@@ -8,7 +8,8 @@ import numpy as np
 
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.serving import triton_io
-from mtp_backend.serving.messages import Propose, Proposed
+from mtp_backend.serving.messages import Asked, Propose, Proposed
+from mtp_backend.serving.roles.main import NOT_MADE
 from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
 
@@ -21,7 +22,10 @@ class DraftReply(TritonReply):
 
 
 class DraftRole(Role):
-    """Takes the sequence id from the request and the epoch from main's answer."""
+    """Takes the sequence id from the request, and from main's answer the epoch and the drafts made with the step.
+
+    Where there are such drafts it only tells the engine that they were asked for, and does not wait for it.
+    """
 
     def submission(self, request: Any) -> Submission | None:
         reply = DraftReply(request)
@@ -33,4 +37,9 @@ class DraftRole(Role):
         if epoch is None:
             raise InvalidArgument("epoch", None, "the epoch of main's answer")
         sequence = request.correlation_id()
-        return lambda number: Propose(number, sequence, epoch), reply
+        made = triton_io.integers(request, "made_draft_ids", self.client.max_model_len)
+        if made is None or made == [NOT_MADE]:
+            return lambda number: Propose(number, sequence, epoch), reply
+        self.client.tell([Asked(sequence, epoch)])
+        reply.answer(Proposed(0, made))
+        return None

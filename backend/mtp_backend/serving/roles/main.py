@@ -12,11 +12,14 @@ from mtp_backend.serving import triton_io
 from mtp_backend.serving.messages import Step, Stepped
 from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
+NOT_MADE = -1  # alone in `made_draft_ids`: the drafts were not made with the step
+
 
 class MainReply(TritonReply):
     """Sends a step's outcome."""
 
     def answer(self, message: Stepped) -> None:
+        drafts = [NOT_MADE] if message.next_draft_ids is None else message.next_draft_ids
         self.send(
             [
                 triton_io.tensor("output_ids", message.token_ids, np.int64, (1, -1)),
@@ -26,6 +29,7 @@ class MainReply(TritonReply):
                 triton_io.tensor("finish_reason", message.finish_reason.encode(), object, (1, 1)),
                 triton_io.tensor("current_step", message.step, np.int64, (1, 1)),
                 triton_io.tensor("epoch", message.epoch, np.int64, (1, 1)),
+                triton_io.tensor("made_draft_ids", drafts, np.int64, (1, -1)),
             ],
             final=True,
         )

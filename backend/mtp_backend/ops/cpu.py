@@ -1,0 +1,101 @@
+"""Operations of CPUs: native kernels for bfloat16, the plain torch ones for all other types.
+
+In bfloat16 no row's result depends on the rows beside it or on the number of threads (batch invariance): each element
+is summed in one fixed order. Sources: backend/native.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtp_backend import _native as native
+from mtp_backend.ops.interface import BatchLayout
+from mtp_backend.ops.reference import ReferenceOps
+
+
+class CpuOps(ReferenceOps):
+    """Implements `Ops`; what is not here has no kernel yet."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().linear(x, weight, bias)
+        if weight.dtype is torch.float32 and bias is None:
+            return native.wide_linear(x, weight)
+        return native.linear(x, weight, bias)
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().head_linear(x, weight)
+        return native.head_linear(x, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().rms_norm(x, weight, eps)
+        return native.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dtype is not torch.bfloat16:
+            return super().add_rms_norm(x, residual, weight, eps)
+        return native.add_rms_norm(x, residual, weight, eps)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().rotary(x, cos, sin, interleaved)
+        return native.rotary(x, cos, sin, interleaved)
+
+    def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
+        if cache.dtype is not torch.bfloat16:
+            return super().write_cache(cache, slots, values)
+        return native.write_cache(cache, slots, values)
+
+    def write_latent(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        slots: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+    ) -> None:
+        if x.dtype is not torch.bfloat16:
+            return super().write_latent(x, weight, eps, cos, sin, interleaved, slots, latent, rope)
+        return native.write_latent(x, weight, eps, cos, sin, interleaved, slots, latent, rope)
+
+    def mla_attention(
+        self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
+    ) -> Tensor:
+        if latent.dtype is not torch.bfloat16:
+            return super().mla_attention(q_latent, q_rope, latent, rope, layout, scale)
+        where = layout.query_ends, layout.kv_lens, layout.block_tables
+        return native.mla_attention(q_latent, q_rope, latent, rope, *where, layout.selection, scale)
+
+    def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
+        if key.dtype is not torch.bfloat16:
+            return super().gqa_attention(query, key, value, layout, scale)
+        return native.gqa_attention(query, key, value, layout.query_ends, layout.kv_lens, layout.block_tables, scale)
+
+    def select_experts(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        normalize: bool,
+        scaling: float,
+    ) -> tuple[Tensor, Tensor]:
+        return native.select_experts(logits, bias, top_k, num_groups, top_groups, normalize, scaling)
+
+    def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().grouped_experts(x, gate_up, down, ids, weights)
+        return native.grouped_experts(x, gate_up, down, ids, weights)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().swiglu(x)
+        return native.swiglu(x)

@@ -1,0 +1,211 @@
+// One item of attention, tile by tile.
+#pragma once
+
+#include "attention.h"
+#include "attention_rows.h"
+#if defined(MTP_AMX)
+#include "attention_product_amx.h"
+#else
+#include "attention_product.h"
+#endif
+#include "attention_softmax.h"
+
+namespace {
+
+using mtp::ATTENTION_QUERIES;
+using mtp::ATTENTION_TILE;
+using mtp::Attention;
+using mtp::AttentionItem;
+
+constexpr std::int64_t SLAB = 64;    // positions whose keys are multiplied while the next ones are fetched
+constexpr std::int64_t PIECE = 128;  // positions whose values are packed at a time
+
+// e^(score · scale) as a power of 2.
+inline float powers_scale(const Attention& job) { return job.scale * 1.44269504f; }
+
+// The memory of one thread, laid out for any item of a job. Without an address it only counts the bytes.
+struct AttentionMemory {
+  char* next;
+  std::int64_t bytes = 0;
+  std::int64_t *slots, *next_slots;      // of the positions of a tile
+  const bf16** rows;                     // their values
+  RowTile *keys[2], *weight_tiles;
+  bf16 *staged[2], *spare, *weights;     // keys that do not lie in tiles; rows that do not fill one
+  PairTiles queries[2], values;
+  float *scores, *greatest, *sums, *tile, *total;
+  std::int32_t *limits, *selected;
+  std::uint64_t* is_selected;
+
+  AttentionMemory(const Attention& job, void* address) : next(static_cast<char*>(address)) {
+    std::int64_t value_width = round_up(job.values.width, BLOCK);
+    take(slots, ATTENTION_TILE);
+    take(next_slots, ATTENTION_TILE);
+    take(rows, ATTENTION_TILE);
+    take(weight_tiles, ATTENTION_QUERIES / BLOCK);
+    for (int part = 0; part < job.parts; ++part) {
+      std::int64_t width = round_up(job.keys[part].width, STEP);
+      take(keys[part], ATTENTION_TILE / BLOCK);
+      take(staged[part], ATTENTION_TILE * width);
+      take(queries[part].data, width / 2 * ATTENTION_QUERIES);
+      queries[part].steps = width / STEP;
+    }
+    take(spare, 2 * value_width);
+    take(weights, ATTENTION_QUERIES * ATTENTION_TILE);
+    take(values.data, PIECE / 2 * value_width);
+    values.groups = value_width / BLOCK;
+    take(scores, ATTENTION_TILE * ATTENTION_QUERIES);
+    take(greatest, ATTENTION_QUERIES);
+    take(sums, ATTENTION_QUERIES);
+    take(tile, ATTENTION_QUERIES * mtp::partial_size(job.values.width));
+    take(total, ATTENTION_QUERIES * mtp::partial_size(job.values.width));
+    take(limits, ATTENTION_QUERIES);
+    take(selected, job.top_k);
+    take(is_selected, job.top_k ? positions(job) / 64 + 1 : 0);
+  }
+
+  // That the block tables can name.
+  static std::int64_t positions(const Attention& job) { return job.table_stride * job.block_size; }
+
+  template <typename T>
+  void take(T*& part, std::int64_t count) {
+    part = next ? reinterpret_cast<T*>(next + bytes) : nullptr;
+    bytes += round_up(count * sizeof(T), 64);
+  }
+};
+
+struct AttendItem {
+  const Attention& job;
+  const AttentionItem& item;
+  AttentionMemory& memory;
+  std::int64_t columns, stride;  // queries in multiples of 16; elements of a partial result
+  std::int64_t length;           // positions that the item's last query sees
+  float scale;
+
+  AttendItem(const Attention& job, const AttentionItem& item, AttentionMemory& memory)
+      : job(job), item(item), memory(memory) {
+    columns = round_up(item.queries, BLOCK);
+    stride = mtp::partial_size(job.values.width);
+    scale = powers_scale(job);
+    length = item.selected < 0 ? position(item.queries - 1) + 1 : gather_selection();
+    for (int part = 0; part < job.parts; ++part) {
+      const Attention::Queries& from = job.queries[part];
+      memory.queries[part].groups = columns / BLOCK;
+      pack_columns(memory.queries[part], item.queries, from.width,
+                   [&](std::int64_t i) { return from.data + row(i) * from.row_stride + head(i) * from.head_stride; });
+    }
+    find_slots(item.first_tile);
+  }
+
+  std::int64_t row(std::int64_t i) const { return item.first_row + (item.first_query + i) / job.group(); }
+  std::int64_t head(std::int64_t i) const {
+    return item.kv_head * job.group() + (item.first_query + i) % job.group();
+  }
+  std::int64_t position(std::int64_t i) const { return item.first_position + row(i) - item.first_row; }
+  std::int64_t positions_in(std::int64_t tile) const {
+    std::int64_t left = length - tile * ATTENTION_TILE;
+    return left < 0 ? 0 : least(ATTENTION_TILE, left);
+  }
+
+  // The row's selection in the order of positions, so that nothing depends on the order in which it names them.
+  std::int64_t gather_selection() const {
+    const std::int32_t* given = job.selection + item.first_row * job.top_k;
+    std::int64_t positions = AttentionMemory::positions(job), count = 0;
+    __builtin_memset(memory.is_selected, 0, (positions / 64 + 1) * sizeof(std::uint64_t));
+    for (std::int64_t i = 0; i < item.selected; ++i)
+      if (given[i] < positions) memory.is_selected[given[i] / 64] |= std::uint64_t(1) << given[i] % 64;
+    for (std::int64_t word = 0; word <= positions / 64; ++word)
+      for (std::uint64_t bits = memory.is_selected[word]; bits; bits &= bits - 1)
+        memory.selected[count++] = std::int32_t(word * 64 + __builtin_ctzll(bits));
+    return count;
+  }
+
+  // `memory.next_slots` for a tile.
+  void find_slots(std::int64_t tile) const {
+    const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
+    std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile), size = job.block_size;
+    for (std::int64_t j = 0; j < count;) {
+      std::int64_t at = item.selected < 0 ? begin + j : memory.selected[begin + j];
+      std::int64_t slot = table[at / size] * size + at % size;
+      std::int64_t end = item.selected < 0 ? least(count, j + size - at % size) : j + 1;
+      for (; j < end; ++j) memory.next_slots[j] = slot++;
+    }
+  }
+
+  // Keys as tiles of rows: where they lie if 16 lie one behind the other, else copied.
+  void find_keys(int part, std::int64_t count) const {
+    const Attention::Cache& cache = job.keys[part];
+    const std::int64_t* slots = memory.slots;
+    const bf16* data = cache.data + item.kv_head * cache.head_stride;
+    std::int64_t width = round_up(cache.width, STEP);
+    for (std::int64_t first = 0; first < count; first += BLOCK) {
+      bool apart = cache.width != width || first + BLOCK > count;
+      for (std::int64_t j = 1; !apart && j < BLOCK; ++j) apart = slots[first + j] != slots[first] + j;
+      if (!apart) {
+        memory.keys[part][first / BLOCK] = {data + slots[first] * cache.slot_stride, cache.slot_stride};
+        continue;
+      }
+      bf16* to = memory.staged[part] + first * width;
+      memory.keys[part][first / BLOCK] = {to, width};
+      for (std::int64_t j = first; j < first + BLOCK; ++j, to += width) {
+        std::int64_t given = j < count ? cache.width : 0;
+        if (given) __builtin_memcpy(to, data + slots[j] * cache.slot_stride, given * sizeof(bf16));
+        __builtin_memset(to + given, 0, (width - given) * sizeof(bf16));
+      }
+    }
+  }
+
+  // Has what lies in a slot brought into the cache. Inlined, since the compiler drops calls that only prefetch.
+  __attribute__((always_inline)) void fetch(std::int64_t slot) const {
+    for (int part = 0; part < job.parts; ++part) fetch_row(job.keys[part], slot);
+    if (job.values.data != job.keys[0].data) fetch_row(job.values, slot);
+  }
+  __attribute__((always_inline)) void fetch_row(const Attention::Cache& cache, std::int64_t slot) const {
+    const bf16* from = cache.data + item.kv_head * cache.head_stride + slot * cache.slot_stride;
+    for (std::int64_t i = 0; i < cache.width; i += 32) __builtin_prefetch(from + i, 0, 2);
+  }
+
+  // The partial results of all queries for a tile. Tiles are to be asked for one after the other.
+  void attend(std::int64_t tile, float* result) const {
+    std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile), ahead = 0;
+    __builtin_memcpy(memory.slots, memory.next_slots, count * sizeof(std::int64_t));
+    if (tile + 1 < item.first_tile + item.tiles) {
+      find_slots(tile + 1);
+      ahead = positions_in(tile + 1);
+    }
+    for (int part = 0; part < job.parts; ++part) find_keys(part, count);
+    for (std::int64_t at = 0; at < count; at += SLAB) {
+      if (tile == item.first_tile)
+        for (std::int64_t j = at + SLAB; j < least(count, at + 2 * SLAB); ++j) fetch(memory.slots[j]);
+      for (int part = 0; part < job.parts; ++part)
+        multiply(memory.keys[part] + at / BLOCK, least(SLAB, count - at), memory.queries[part],
+                 memory.scores + at * columns, columns, part > 0);
+    }
+    for (std::int64_t i = 0; i < columns; ++i)
+      memory.limits[i] = std::int32_t(
+          item.selected >= 0 || i >= item.queries ? count : least(count, position(i) + 1 - begin));
+    softmax_tile(memory.scores, columns, count, columns / BLOCK, memory.limits, scale, memory.weights, ATTENTION_TILE,
+                 memory.greatest, memory.sums);
+    for (std::int64_t i = 0; i < item.queries; ++i)
+      result[i * stride] = memory.greatest[i], result[i * stride + 1] = memory.sums[i];
+    multiply_values(count, ahead, result + mtp::PARTIAL_HEADER);
+  }
+
+  // Weights times values; meanwhile the next tile's `ahead` positions are fetched.
+  void multiply_values(std::int64_t count, std::int64_t ahead, float* result) const {
+    const bf16* data = job.values.data + item.kv_head * job.values.head_stride;
+    for (std::int64_t j = 0; j < count; ++j) memory.rows[j] = data + memory.slots[j] * job.values.slot_stride;
+    for (std::int64_t first = 0; first < count; first += PIECE) {
+      for (std::int64_t i = 0; i < columns; i += BLOCK)
+        memory.weight_tiles[i / BLOCK] = {memory.weights + i * ATTENTION_TILE + first, ATTENTION_TILE};
+      std::int64_t given = least(PIECE, count - first);
+      PairTiles values = memory.values;
+      values.steps = round_up(given, STEP) / STEP;
+      pack_rows(values, memory.rows + first, given, job.values.width, memory.spare, [&](std::int64_t j) {
+        if (first + j < ahead) fetch(memory.next_slots[first + j]);
+      });
+      multiply(memory.weight_tiles, item.queries, values, result, stride, first > 0);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,80 @@
+#include "attention_plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace mtp {
+namespace {
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// Positions that a row selects; they are padded with −1 at the end.
+std::int64_t count_selected(const Attention& job, std::int64_t row) {
+  const std::int32_t* begin = job.selection + row * job.top_k;
+  std::int64_t count = std::partition_point(begin, begin + job.top_k, [](auto at) { return at >= 0; }) - begin;
+  if (!count)
+    throw std::invalid_argument("selection: row " + std::to_string(row) + " selects nothing; allowed: 1 or more");
+  return count;
+}
+
+// Adds the items of `rows` consecutive rows of a sequence.
+void add_rows(AttentionPlan& plan, const Attention& job, AttentionItem item, std::int64_t rows) {
+  std::int64_t queries = rows * job.group();
+  for (item.kv_head = 0; item.kv_head < job.kv_heads; ++item.kv_head)
+    for (item.first_query = 0; item.first_query < queries; item.first_query += ATTENTION_QUERIES) {
+      item.queries = std::min(ATTENTION_QUERIES, queries - item.first_query);
+      std::int64_t last = item.first_position + (item.first_query + item.queries - 1) / job.group();
+      item.tiles = divide_up(item.selected < 0 ? last + 1 : item.selected, ATTENTION_TILE);
+      plan.items.push_back(item);
+    }
+}
+
+// Items longer than half of a thread's share are cut into tiles.
+void split_long_items(AttentionPlan& plan, std::int64_t threads) {
+  std::int64_t tiles = 0;
+  for (const AttentionItem& item : plan.items) tiles += item.tiles;
+  std::vector<AttentionItem> items;
+  for (AttentionItem item : plan.items) {
+    if (item.tiles == 1 || item.tiles * 2 * threads <= tiles) {
+      items.push_back(item);
+      continue;
+    }
+    item.partial = plan.partials;
+    plan.partials += item.tiles;
+    plan.folded.push_back(item);
+    AttentionItem part = item;
+    part.tiles = 1;
+    for (std::int64_t i = 0; i < item.tiles; ++i, ++part.first_tile, ++part.partial) items.push_back(part);
+  }
+  plan.items = std::move(items);
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const Attention& job, const std::vector<std::int64_t>& query_ends,
+                             const std::vector<std::int64_t>& kv_lens, std::int64_t threads) {
+  AttentionPlan plan;
+  std::int64_t row = 0;
+  for (std::size_t sequence = 0; sequence < query_ends.size(); ++sequence) {
+    std::int64_t end = query_ends[sequence], shift = kv_lens[sequence] - end;
+    while (row < end) {
+      AttentionItem item{};
+      item.sequence = std::int64_t(sequence), item.first_row = row, item.first_position = row + shift;
+      item.selected = item.partial = -1;
+      std::int64_t rows = job.selection ? 0 : end - row;
+      // Rows that select all that they may see go together.
+      while (job.selection && row + rows < end && count_selected(job, row + rows) == row + rows + shift + 1) ++rows;
+      if (!rows) item.selected = count_selected(job, row), rows = 1;
+      add_rows(plan, job, item, rows);
+      row += rows;
+    }
+  }
+  std::int64_t width = job.values.width;
+  for (int part = 0; part < job.parts; ++part) width += job.keys[part].width;
+  for (const AttentionItem& item : plan.items) plan.work += item.queries * item.tiles * ATTENTION_TILE * width;
+  if (threads > 1) split_long_items(plan, threads);
+  return plan;
+}
+
+}  // namespace mtp

@@ -1,0 +1,151 @@
+// Products by AMX tiles. Rows of w are loaded as they lie, 16 rows by 32 elements; packed rows of x are the other
+// operand: for each 32 elements of K, 16 rows of pairs (x[i][2p], x[i][2p + 1]) for the rows i of a group.
+#pragma once
+
+namespace {
+
+constexpr std::int64_t STEP = 32;  // elements of K in a tile
+
+// Rows of 16 floats become columns.
+inline void transpose(Vec rows[16]) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + j + 2]);
+      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    rows[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+}
+
+// Lays out the rows of one group, row i from `row(i)` (null: zeros).
+template <typename Row>
+inline void pack_group(bf16* packed, std::int64_t m, std::int64_t k, std::int64_t group, Row row) {
+  std::int64_t width = mtp::packed_width(k), first = group * GROUP;
+  std::int64_t columns = least(GROUP, mtp::packed_rows(m) - first);
+  packed += first * width;
+  const bf16* rows[GROUP];
+  for (std::int64_t i = 0; i < columns; ++i) rows[i] = first + i < m ? row(first + i) : nullptr;
+  for (std::int64_t at = 0; at < width; at += STEP, packed += STEP * columns) {
+    Vec block[16] = {};
+    std::int64_t count = least(STEP, k - at);
+    for (std::int64_t i = 0; i < columns; ++i)
+      if (rows[i]) block[i] = (Vec)load_pack(rows[i] + at, count);
+    if (columns == 1) {
+      __builtin_memcpy(packed, block, sizeof(Vec));
+      continue;
+    }
+    transpose(block);
+    for (std::int64_t pair = 0; pair < 16; ++pair)
+      _mm512_mask_storeu_epi32(packed + pair * 2 * columns, __mmask16((1u << columns) - 1), (__m512i)block[pair]);
+  }
+}
+
+// Holds the tile registers: 0 … 3 results, 4 and 5 rows of w, 6 and 7 packed rows of x.
+struct ProductSession {
+  explicit ProductSession(const Packed& x) {
+    struct alignas(64) {
+      std::uint8_t palette, start, reserved[14];
+      std::uint16_t bytes[16];
+      std::uint8_t rows[16];
+    } config = {};
+    config.palette = 1;
+    std::int64_t columns = least(GROUP, mtp::packed_rows(x.m));
+    for (int tile = 0; tile < 8; ++tile) {
+      bool weights = tile == 4 || tile == 5;
+      config.bytes[tile] = std::uint16_t(weights ? 64 : 4 * columns);
+      config.rows[tile] = 16;
+    }
+    _tile_loadconfig(&config);
+  }
+  ~ProductSession() { _tile_release(); }
+  ProductSession(const ProductSession&) = delete;
+};
+
+// Rows of w that do not fill tiles, or elements of K that do not, filled up with zeros.
+struct WeightTile {
+  alignas(64) bf16 rows[2 * 16 * STEP];
+  void fill(const bf16* w, std::int64_t w_stride, std::int64_t n, std::int64_t count) {
+    __builtin_memset(rows, 0, sizeof rows);
+    for (std::int64_t i = 0; i < n; ++i) __builtin_memcpy(rows + i * STEP, w + i * w_stride, count * sizeof(bf16));
+  }
+};
+
+template <bool TWO_N, bool TWO_M>
+inline void product_step(const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t group, std::int64_t columns) {
+  _tile_loadd(6, x, 4 * columns);
+  if (TWO_M) _tile_loadd(7, x + group, 64);
+  _tile_loadd(4, w, w_stride * 2);
+  _tile_dpbf16ps(0, 4, 6);
+  if (TWO_M) _tile_dpbf16ps(1, 4, 7);
+  if (TWO_N) {
+    _tile_loadd(5, w + 16 * w_stride, w_stride * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    if (TWO_M) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// `columns` rows of x in the first group; the second, `group` elements behind it, has 16.
+template <bool TWO_N, bool TWO_M>
+inline void product_tiles(const bf16* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t group,
+                          std::int64_t columns, std::int64_t k, float* out) {
+  constexpr int N = TWO_N ? 32 : 16;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  std::int64_t whole = n == N ? k / STEP * STEP : 0;
+  // No software prefetch: the machine's own is as fast here, and both together are slower.
+  for (std::int64_t at = 0; at < whole; at += STEP)
+    product_step<TWO_N, TWO_M>(w + at, w_stride, x + at * columns, group, columns);
+  WeightTile edge;
+  for (std::int64_t at = whole; at < k; at += STEP) {
+    edge.fill(w + at, w_stride, n, least(STEP, k - at));
+    product_step<TWO_N, TWO_M>(edge.rows, STEP, x + at * columns, group, columns);
+  }
+  alignas(64) float tiles[4][16][16];
+  if (columns == 1) {
+    _tile_stored(0, tiles[0], 4);
+    if (TWO_N) _tile_stored(2, tiles[0][1], 4);
+    __builtin_memcpy(out, tiles[0], N * sizeof(float));
+    return;
+  }
+  _tile_stored(0, tiles[0], 64);
+  if (TWO_M) _tile_stored(1, tiles[1], 64);
+  if (TWO_N) _tile_stored(2, tiles[2], 64);
+  if (TWO_N && TWO_M) _tile_stored(3, tiles[3], 64);
+  for (int tile = 0; tile < 4; ++tile) {
+    if ((tile >= 2 && !TWO_N) || (tile % 2 && !TWO_M)) continue;
+    Vec block[16];
+    for (int i = 0; i < 16; ++i) block[i] = load(tiles[tile][i]);
+    transpose(block);
+    for (std::int64_t i = 0; i < columns; ++i) store(out + (tile % 2 * 16 + i) * BLOCK_N + tile / 2 * 16, block[i]);
+  }
+}
+
+// out[m][n] for `n` ≤ BLOCK_N rows of w and the packed rows of one block; out is [BLOCK_M][BLOCK_N].
+inline void product(const bf16* w, std::int64_t w_stride, std::int64_t n, const Packed& x, std::int64_t block,
+                    float* out) {
+  std::int64_t width = mtp::packed_width(x.k), rows = x.rows_in(block), columns = least(GROUP, rows);
+  const bf16* packed = x.data + block * BLOCK_M * width;
+  std::int64_t group = GROUP * width;
+  if (n > 16 && rows > 16) product_tiles<true, true>(w, w_stride, n, packed, group, columns, x.k, out);
+  else if (n > 16) product_tiles<true, false>(w, w_stride, n, packed, group, columns, x.k, out);
+  else if (rows > 16) product_tiles<false, true>(w, w_stride, n, packed, group, columns, x.k, out);
+  else product_tiles<false, false>(w, w_stride, n, packed, group, columns, x.k, out);
+}
+
+}  // namespace

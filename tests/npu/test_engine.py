@@ -89,7 +89,7 @@ def test_unused_slots_reach_no_row(make_llm, name):
             made.append(self)
 
     with patch("mtp_backend.engine.engine.KVCache", Recorded):
-        llm = make_llm(name, "npu", 3, "bfloat16")
+        llm = make_llm(name, "npu", 3, "bfloat16", enable_prefix_caching=False)  # or it would find the poison
     prompts, params = requests(llm)
     prompts, params = prompts[3:7], [SamplingParams(max_tokens=6, ignore_eos=True)] * 4
 

@@ -193,8 +193,8 @@ def test_chat(triton_server, protocol):
         assert [whole.token_ids for whole in wholes] == [wanted.token_ids] * 2
         for streamed in (chunks, list(client.stream_chat(messages, **SAMPLED))):
             assert "".join(chunk.text for chunk in streamed) == wanted.text and len(streamed) > 1
-        with pytest.raises(InvalidArgument, match=r"messages\[0\].role: got 'tool'"):
-            client.chat([{"role": "tool", "content": "x"}])
+        with pytest.raises(InvalidArgument, match=r"messages\[0\].role: got 'wizard'"):
+            client.chat([{"role": "wizard", "content": "x"}])
     with Client() as client, pytest.raises(InvalidArgument, match="no chat template"):
         client.chat(messages)
 

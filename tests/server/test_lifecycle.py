@@ -62,9 +62,10 @@ def test_cancel_step(triton_server, grpc):
 
 
 def test_deadline_then_start_again(grpc, alone):
-    start = {"start": True, "input_ids": [5] * 700, "sampling_parameters": GREEDY}
-    assert refusal(grpc.step, "late start", client_timeout=0.3, **start).code == "DEADLINE_EXCEEDED"
-    assert grpc.step("late start", **start)["output_ids"] == alone([5] * 700, **GREEDY).token_ids[:1]
+    prompt = [6, 7, 8, 9] * 400  # none of it is in the cache
+    start = {"start": True, "input_ids": prompt, "sampling_parameters": GREEDY}
+    assert refusal(grpc.step, "late start", client_timeout=0.2, **start).code == "DEADLINE_EXCEEDED"
+    assert grpc.step("late start", **start)["output_ids"] == alone(prompt, **GREEDY).token_ids[:1]
     grpc.end("late start")
 
 

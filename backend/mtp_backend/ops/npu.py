@@ -8,11 +8,12 @@ import torch_npu
 from torch import Tensor
 
 from mtp_backend.ops import npu_rules as rules
+from mtp_backend.ops.composed import ComposedOps
 from mtp_backend.ops.interface import BatchLayout
 from mtp_backend.ops.npu_batch import AttentionBatch, attention_batch
 
 
-class NpuOps:
+class NpuOps(ComposedOps):
     """Implements `Ops` with fused operations; their documented rules are checked before each call."""
 
     def __init__(self) -> None:
@@ -20,19 +21,9 @@ class NpuOps:
         self._mask = torch.ones(rules.MASK_SHAPE, dtype=torch.bool).triu(1).to("npu")
         self._batch: tuple[BatchLayout | None, AttentionBatch | None] = None, None
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.to(weight.dtype), weight, bias)
-
-    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("tni,noi->tno", x, weight)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rules.check_same_type("npu_rms_norm", input=x, gamma=weight)
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         size = 2 * cos.shape[1]
@@ -51,22 +42,6 @@ class NpuOps:
     def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
         rules.check_same_type("npu_scatter_nd_update_", input=cache, updates=values)
         torch_npu.npu_scatter_nd_update_(cache.flatten(0, 1), slots[:, None], values)
-
-    def write_latent(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        slots: Tensor,
-        latent: Tensor,
-        rope: Tensor,
-    ) -> None:
-        latents, keys = x[:, None].split([latent.shape[-1], rope.shape[-1]], dim=-1)
-        self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
-        self.write_cache(rope, slots, self.rotary(keys, cos, sin, interleaved))
 
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float

@@ -6,26 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtp_backend.ops.composed import ComposedOps
 from mtp_backend.ops.interface import BatchLayout
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """Implements `Ops` on any torch device."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.to(weight.dtype), weight, bias)
-
-    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("tni,noi->tno", x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         cos, sin = cos[:, None], sin[:, None]
@@ -42,22 +33,6 @@ class ReferenceOps:
 
     def write_cache(self, cache: Tensor, slots: Tensor, values: Tensor) -> None:
         cache.flatten(0, 1).index_copy_(0, slots, values.to(cache.dtype))
-
-    def write_latent(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        slots: Tensor,
-        latent: Tensor,
-        rope: Tensor,
-    ) -> None:
-        latents, keys = x[:, None].split([latent.shape[-1], rope.shape[-1]], dim=-1)
-        self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
-        self.write_cache(rope, slots, self.rotary(keys, cos, sin, interleaved))
 
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float

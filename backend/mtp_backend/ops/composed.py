@@ -1,0 +1,37 @@
+"""Operations that plain torch or others of the same device make up, where it has none of its own for them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ComposedOps:
+    """The part of `Ops` that does not depend on the device; its subclass has the rest."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.to(weight.dtype), weight, bias)
+
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum("tni,noi->tno", x, weight)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def write_latent(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        slots: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+    ) -> None:
+        latents, keys = x[:, None].split([latent.shape[-1], rope.shape[-1]], dim=-1)
+        self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
+        self.write_cache(rope, slots, self.rotary(keys, cos, sin, interleaved))

@@ -32,10 +32,13 @@ engine = Rendezvous.of_server(int(os.environ["MTP_OWNER_PID"]), Path(sys.argv[1]
 engine.directory.mkdir()
 engine.announce()
 os.utime(engine.directory / "engine.pid", (0, 0))
+print("announced", flush=True)
 time.sleep(600)
 """
 program = ENGINE if behaviour == "hang" else "import time; time.sleep(600)"
-stub = subprocess.Popen([sys.executable, "-c", program, str(folder)])
+stub = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)
+if behaviour == "hang":
+    stub.stdout.readline()  # the real server is not ready before its engine
 name = f"triton_mtp_backend_shm_region_{uuid.uuid4()}"
 region = open(folder / "shm" / name, "w+b")
 region.write(b"0")

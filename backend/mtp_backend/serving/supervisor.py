@@ -147,7 +147,8 @@ class Supervisor:
                     return "a model's process ended before the first answer"
         finally:
             question.give_up()
-        self._watched = question.processes
+        # An engine that started while they were looked for is not one of them.
+        self._watched = question.processes - {self._rendezvous.engine_pid()}
         return None
 
     def _until_dead(self, server: int) -> str | None:

@@ -104,6 +104,8 @@ run_side_by_side() { "$venv/bin/python" -m pytest -n auto --maxprocesses 4 --dis
 run_tests() {
   local group=${1:-all}
   [ "$group" = npu ] || setup
+  # Tests compute in their own processes: the memory of an engine (backend/mtp_backend/environment.py).
+  export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864 PYTHONMALLOC=malloc
   say "tests: $group"
   case $group in
     all) run_side_by_side tests/unit tests/engine; "$venv/bin/python" -m pytest tests/server tests/load; run_npu_tests ;;

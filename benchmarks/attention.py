@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from mtp_backend import _native as native
 from mtp_backend.cache.layout import Span, build_layout
+from mtp_backend.environment import start_again
 from mtp_backend.ops import BatchLayout
 from mtp_backend.ops.reference import ReferenceOps
 from torch import Tensor
@@ -93,4 +94,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     main()

@@ -19,6 +19,7 @@ from mtp_backend import SamplingParams
 from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.engine.tokenizer import encode
+from mtp_backend.environment import start_again
 from mtp_backend.speculation import DraftLength
 from mtp_backend.speculation.draft_length import AdaptiveLength
 
@@ -64,4 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     main()

@@ -4,8 +4,7 @@
         [--output 128] [--rounds 5] [--threads 2] [--json FILE] [--png FILE]
 
 All combinations run in every round, forwards and backwards in turn; figures are medians over the rounds, speed-ups the
-medians of the rounds' ratios. Set OMP_PROC_BIND=true with more than one thread: threads that the system moves wait for
-each other.
+medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from mtp_backend.environment import start_again
 from mtp_backend.serving import bench_plot
 from mtp_backend.serving.bench import Load, batch_prompts, measure, prepare
 from mtp_backend.serving.bench_table import summarise, table
@@ -69,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     main()

@@ -20,6 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.engine.measure import Bench
+from mtp_backend.environment import start_again
 from mtp_backend.models.summary import summarize
 from mtp_backend.serving.bench import Load, batch_prompts, prepare
 from mtp_backend.serving.report import write_json
@@ -111,4 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     main()

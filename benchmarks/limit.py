@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.engine.bandwidth import read_bandwidth
+from mtp_backend.environment import start_again
 from mtp_backend.models.summary import summarize
 from mtp_backend.models.traffic import step_traffic
 
@@ -46,4 +47,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     main()

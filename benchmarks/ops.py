@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from mtp_backend import _native as native
+from mtp_backend.environment import start_again
 from torch import Tensor
 
 COPIES_BYTES = 400 << 20
@@ -69,4 +70,5 @@ def _shortest(
 
 
 if __name__ == "__main__":
+    start_again()
     main()

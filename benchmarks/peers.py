@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from mtp_backend import LLM, SamplingParams
+from mtp_backend.environment import engine_environment
 from mtp_backend.serving.report import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +66,7 @@ class Variant:
         """Starts the process, waits until it has loaded, and stops it."""
         longest = max(arguments.prompt, LONG_PROMPT) + arguments.output
         numbers = [self.num_drafts, longest, max(self.sizes), arguments.threads]
-        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "OMP_PROC_BIND": "true"}
+        environment = engine_environment() | {"OMP_NUM_THREADS": str(arguments.threads)}
         PEERS.mkdir(exist_ok=True)
         with open(PEERS / f"{self.name}.log", "w") as log:
             self.process = subprocess.Popen(

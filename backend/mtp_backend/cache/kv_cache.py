@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mtp_backend.ops import CacheShape
+from mtp_backend.ops.memory import zeros
 
 
 class KVCache:
@@ -20,10 +21,9 @@ class KVCache:
     def __init__(
         self, shapes: list[CacheShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.layers: list[tuple[Tensor, ...]] = [
-            tuple(torch.zeros(num_blocks, block_size, *part, dtype=dtype, device=device) for part in shape)
-            for shape in shapes
-        ]
+        kinds = [((num_blocks, block_size, *part), dtype) for shape in shapes for part in shape]
+        tensors = iter(zeros(kinds, device))
+        self.layers: list[tuple[Tensor, ...]] = [tuple(next(tensors) for _ in shape) for shape in shapes]
 
 
 def bytes_per_block(shapes: list[CacheShape], block_size: int, dtype: torch.dtype) -> int:

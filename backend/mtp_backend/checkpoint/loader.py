@@ -13,6 +13,7 @@ from tqdm import tqdm
 from mtp_backend.checkpoint.reader import Checkpoint
 from mtp_backend.checkpoint.scales import FLOAT_KINDS
 from mtp_backend.errors import CheckpointError
+from mtp_backend.ops.memory import zeros
 
 log = logging.getLogger("mtp.checkpoint")
 
@@ -48,13 +49,18 @@ def check_tensors(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[s
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives the parameters of a module on device meta memory on `device`, without values.
+    """Gives the parameters of a module on device meta memory on `device`.
 
     `Module.to_empty` does that too, but makes torch import its compiler, which takes a second.
     """
-    for child in module.modules():
-        for name, parameter in child.named_parameters(recurse=False):
-            setattr(child, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device)))
+    places = [
+        (child, name, parameter)
+        for child in module.modules()
+        for name, parameter in child.named_parameters(recurse=False)
+    ]
+    tensors = zeros([(parameter.shape, parameter.dtype) for _, _, parameter in places], device)
+    for (child, name, _), tensor in zip(places, tensors, strict=True):
+        setattr(child, name, nn.Parameter(tensor))
 
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str] = lambda name: name) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtp_backend.environment import start_again
 from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import serve, tritonserver
 from mtp_backend.serving.repository import create_repository
@@ -137,6 +138,7 @@ def _acceptance(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    start_again()
     from mtp_backend.serving.bench import show
 
     show(

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from mtp_backend.environment import engine_environment
 from mtp_backend.errors import MtpError, Unavailable, from_code
 
 POLL_SECONDS = 0.02
@@ -115,7 +116,7 @@ class Rendezvous:
         self._failure_file.unlink(missing_ok=True)
         command = [_python(), "-m", "mtp_backend.serving.engine_process", "--config", str(config)]
         command += ["--directory", str(self.directory), "--server-pid", str(server_pid)]
-        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment())
+        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=engine_environment())
         while self.engine_pid() != engine.pid:
             if engine.poll() is not None:
                 if self._failure_file.exists():
@@ -134,8 +135,3 @@ class Rendezvous:
 def _python() -> str:
     """The interpreter of this environment; inside the server's stub `sys.executable` may be empty."""
     return sys.executable or shutil.which("python3") or "python3"
-
-
-def _environment() -> dict[str, str]:
-    """Threads of the tensor library stay on their processors: unbound ones collapse when anything else runs."""
-    return {"OMP_PROC_BIND": "true", **os.environ}

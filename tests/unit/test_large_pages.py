@@ -1,0 +1,60 @@
+"""Memory of weights and caches, and the environment that gives the rest large pages."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_backend.environment import VARIABLES
+from mtp_backend.ops.memory import ALIGNMENT, zeros
+
+CPU = torch.device("cpu")
+
+
+def large_pages_of(address):
+    """KiB of large pages in the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, end = (int(part, 16) for part in words[0].split("-"))
+            inside = start <= address < end
+        elif inside and words[0] == "AnonHugePages:":
+            return int(words[1])
+    raise AssertionError("no such mapping")
+
+
+def test_zeros():
+    kinds = [((3, 5), torch.bfloat16), ((), torch.float32), ((0, 4), torch.float32), ((7,), torch.int64)]
+    tensors = zeros(kinds, CPU)
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == kinds
+    assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+    for number, tensor in enumerate(tensors, 1):
+        assert not tensor.any()
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1], [2], [], [4]]  # none lies over another
+    assert zeros([], CPU) == []
+
+
+def test_large_pages():
+    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not choice.exists() or "[never]" in choice.read_text():
+        pytest.skip("this system gives no large pages")
+    (tensor,) = zeros([((32 << 20,), torch.uint8)], CPU)
+    tensor.fill_(1)
+    assert large_pages_of(tensor.data_ptr() + (16 << 20)) >= 8 << 10
+
+
+def test_program_started_again(monkeypatch):
+    """Once, with its arguments and the caller's own values."""
+    program = (
+        "import os, sys; from mtp_backend.environment import VARIABLES, start_again; print('started', flush=True); "
+        "start_again(); print(sys.argv[1:], [os.environ[name] for name in VARIABLES])"
+    )
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    done = subprocess.run([sys.executable, "-c", program, "a b"], capture_output=True, text=True, timeout=60)
+    own = list((VARIABLES | {"OMP_PROC_BIND": "false"}).values())
+    assert done.stdout.splitlines() == ["started", "started", f"['a b'] {own}"], done.stderr

@@ -123,7 +123,7 @@ class SpeculativeConfig:
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
-GRAPH_MODES = {"cpu": {"eager"}, "npu": {"eager", "npugraph"}}
+GRAPH_MODES = {"cpu": {"eager", "recorded"}, "npu": {"eager", "npugraph"}}
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,9 @@ class EngineConfig:
         enable_prefix_caching: texts that begin alike share what the cache holds of their common beginning.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
-        graph_mode: how decoding batches run: "eager", operation by operation; on an NPU also "npugraph", by graphs of
-            fixed shape that are captured once and replayed.
+        graph_mode: how decoding batches run: "eager", operation by operation; on a CPU "recorded", the operations of a
+            pass again as they were performed when its shape was first met; on an NPU "npugraph", by graphs of fixed
+            shape that are captured once and replayed. None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
@@ -168,7 +169,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_sequences: int = 256
     sequence_ttl_seconds: float = 300.0
-    graph_mode: str = "eager"
+    graph_mode: str | None = None
     graph_capture_sizes: tuple[int, ...] | None = None
     num_threads: int | None = None
 
@@ -202,17 +203,19 @@ class EngineConfig:
         self._check_graphs()
 
     def _check_graphs(self) -> None:
-        checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        if self.graph_mode is not None:
+            checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        padded = self.graph_mode not in (None, "eager", "recorded")
         speculative, sizes = self.speculative, self.graph_capture_sizes
-        if self.graph_mode != "eager" and speculative:
+        if padded and speculative:
             for name in ("num_speculative_tokens_per_batch_size", "adaptive_draft_length"):
                 if getattr(speculative, name):
                     allowed = f"nothing with graph_mode {self.graph_mode}: its graphs make all drafts"
                     raise InvalidArgument(f"speculative.{name}", getattr(speculative, name), allowed)
         if sizes is None:
             return
-        if self.graph_mode == "eager":
-            raise InvalidArgument("graph_capture_sizes", sizes, "null with graph_mode eager")
+        if not padded:
+            raise InvalidArgument("graph_capture_sizes", sizes, f"null with graph_mode {self.graph_mode or 'null'}")
         if not isinstance(sizes, (list, tuple)) or not sizes:
             raise InvalidArgument("graph_capture_sizes", sizes, "a list of numbers of tokens, or null")
         rows, lowest = 1 + self.num_drafts, 1

@@ -12,6 +12,7 @@ from mtp_backend.config import SpeculativeConfig
 from mtp_backend.models import build_networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import BatchLayout, ops_for
+from mtp_backend.graphs import PlainPasses
 from mtp_backend.speculation import DraftWork, drafter_for
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ class Paged:
         shapes = self.networks.config.cache_shapes(num_layers)
         self.cache = KVCache(shapes, num_blocks, block_size, dtype, CPU)
         self.num_draft_layers = num_layers
-        self.drafter = drafter_for(speculative, self.networks, self.cache, block_size, CPU)
+        self.drafter = drafter_for(speculative, self.networks, self.cache, PlainPasses(), block_size, CPU)
         self.block_size = block_size
         self.before_pass = before_pass
         self._free = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)

@@ -26,7 +26,15 @@ from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
-from mtp_backend.graphs import DraftChain, EagerTarget, GraphContext, GraphTarget, graph_mode_for, make_buckets
+from mtp_backend.graphs import (
+    DraftChain,
+    EagerTarget,
+    GraphContext,
+    GraphTarget,
+    graph_mode_for,
+    make_buckets,
+    passes_for,
+)
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
@@ -105,7 +113,7 @@ class Engine:
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode = graph_mode_for(config.graph_mode)
+        mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
         # Dummy requests of padded batches write a block behind those of the pool.
         cache = KVCache(shapes, num_blocks + (mode is not None), config.block_size, dtype, self.device)
         graphs = GraphContext(
@@ -113,6 +121,7 @@ class Engine:
             cache,
             config.block_size,
             self.device,
+            passes,
             mode,
             make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes),
             max_blocks=-(-longest // config.block_size),
@@ -126,7 +135,9 @@ class Engine:
         self._runner = TargetRunner(networks, GraphTarget(graphs) if mode else EagerTarget(graphs))
         self._drafter = None
         if networks.mtp:
-            self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
+            self._drafter = drafter_for(
+                config.speculative, networks, cache, passes, config.block_size, self.device
+            )
             if mode and not config.speculative.use_mtp_vanilla:
                 self._drafter.chain = DraftChain(config.speculative, graphs)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)

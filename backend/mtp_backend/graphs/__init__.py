@@ -3,6 +3,7 @@
 from mtp_backend.graphs.buckets import Bucket, make_buckets
 from mtp_backend.graphs.chain import DraftChain
 from mtp_backend.graphs.mode import GraphContext, GraphMode
+from mtp_backend.graphs.recorded import Passes, PlainPasses, RecordedPasses, passes_for
 from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass
 
 __all__ = [
@@ -12,9 +13,13 @@ __all__ = [
     "GraphContext",
     "GraphMode",
     "GraphTarget",
+    "Passes",
+    "PlainPasses",
+    "RecordedPasses",
     "TargetPass",
     "graph_mode_for",
     "make_buckets",
+    "passes_for",
 ]
 
 

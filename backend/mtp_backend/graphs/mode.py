@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache
 from mtp_backend.graphs.buckets import Bucket
+from mtp_backend.graphs.recorded import Passes
 from mtp_backend.graphs.static_batch import StaticBatch
 from mtp_backend.models import Networks
 from mtp_backend.ops import BatchLayout
@@ -42,6 +43,7 @@ class GraphContext:
     """What the passes of an engine are made from.
 
     Attributes:
+        passes: how networks are called without graphs.
         mode: how graphs are made; None without graphs.
         buckets: shapes of the target's pass and of the first draft pass, smallest first.
         max_blocks: blocks of the longest sequence.
@@ -52,6 +54,7 @@ class GraphContext:
     cache: KVCache
     block_size: int
     device: torch.device
+    passes: Passes
     mode: GraphMode | None
     buckets: list[Bucket]
     max_blocks: int

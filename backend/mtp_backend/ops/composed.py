@@ -10,6 +10,15 @@ from torch import Tensor
 class ComposedOps:
     """The part of `Ops` that does not depend on the device; its subclass has the rest."""
 
+    def rows(self, table: Tensor, indices: Tensor) -> Tensor:
+        return F.embedding(indices, table)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat([first, second], dim=-1)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.to(weight.dtype), weight, bias)
 

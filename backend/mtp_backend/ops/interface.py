@@ -7,8 +7,10 @@ I intermediate size of an expert. A KV cache tensor is [num_blocks, block_size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 # (heads, width) of each cache tensor of a layer.
@@ -37,9 +39,23 @@ class BatchLayout:
     block_tables: Tensor
     selection: Tensor | None = None
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [2, R]: `query_ends` and `kv_lens`, for operations that read them from memory."""
+        return torch.tensor([self.query_ends, self.kv_lens])
+
 
 class Ops(Protocol):
     """One kind of device. All functions are pure except `write_cache` and `write_latent`."""
+
+    def rows(self, table: Tensor, indices: Tensor) -> Tensor:
+        """The rows [T] of a table [N, width] → [T, width]."""
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """The sum of two tensors [T, width]."""
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """Rows [T, A] and [T, B] side by side → [T, A + B]."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] · weightᵀ + bias for weight [outputs, inputs] → [T, outputs].

@@ -215,7 +215,7 @@ class EngineConfig:
         if sizes is None:
             return
         if not padded:
-            raise InvalidArgument("graph_capture_sizes", sizes, f"null with graph_mode {self.graph_mode or 'null'}")
+            raise InvalidArgument("graph_capture_sizes", sizes, "null with graph_mode null, eager or recorded")
         if not isinstance(sizes, (list, tuple)) or not sizes:
             raise InvalidArgument("graph_capture_sizes", sizes, "a list of numbers of tokens, or null")
         rows, lowest = 1 + self.num_drafts, 1

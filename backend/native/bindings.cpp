@@ -183,7 +183,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("grouped_experts", &grouped_experts, "As `Ops.grouped_experts`.");
   using Calls = py::call_guard<py::gil_scoped_release>;
   py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool", "Memory of programs that run one at a time.")
-      .def(py::init<>());
+      .def(py::init<>())
+      .def_property_readonly("num_bytes", &Pool::num_bytes);
   py::class_<Program>(module, "Program", "Operations that are performed again on the tensors that they had.")
       .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool"))
       .def("begin", &Program::begin, "From now on this thread's operations are recorded, as they are performed.")

@@ -30,14 +30,22 @@ Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
   std::int64_t bytes = std::int64_t(c10::elementSize(type));
   for (std::int64_t size : shape) bytes *= size;
   Tensor* chosen = nullptr;
+  // None of more than twice the size: what a program keeps would take it from all others.
   for (Tensor& buffer : buffers_)
-    if (buffer.storage().use_count() == 1 && buffer.numel() >= bytes && (!chosen || buffer.numel() < chosen->numel()))
+    if (buffer.storage().use_count() == 1 && buffer.numel() >= bytes && buffer.numel() <= 2 * bytes &&
+        (!chosen || buffer.numel() < chosen->numel()))
       chosen = &buffer;
   if (!chosen) {
     buffers_.push_back(at::empty({std::max<std::int64_t>(bytes, 1)}, at::device(at::kCPU).dtype(at::kByte)));
     chosen = &buffers_.back();
   }
   return chosen->narrow(0, 0, bytes).view(type).view(shape);
+}
+
+std::int64_t Pool::num_bytes() const {
+  std::int64_t total = 0;
+  for (const Tensor& buffer : buffers_) total += buffer.numel();
+  return total;
 }
 
 Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type) {

@@ -27,6 +27,7 @@ void perform(Phase phase);
 class Pool {
  public:
   Tensor take(at::IntArrayRef shape, at::ScalarType type);
+  std::int64_t num_bytes() const;
 
  private:
   std::vector<Tensor> buffers_;

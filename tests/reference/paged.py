@@ -9,10 +9,10 @@ import torch
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.config import SpeculativeConfig
+from mtp_backend.graphs import PlainPasses
 from mtp_backend.models import build_networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import BatchLayout, ops_for
-from mtp_backend.graphs import PlainPasses
 from mtp_backend.speculation import DraftWork, drafter_for
 
 CPU = torch.device("cpu")

@@ -72,8 +72,8 @@ class RecordedPasses:
                 del self._programs[next(iter(self._programs))]
             program = _Program(inputs, layout, width)
             program.fill(inputs, layout)
-            self._programs[key] = program
             program.record(self._native.Program(self._pool), function)
+            self._programs[key] = program
         else:
             program.fill(inputs, layout)
             program.native.run()

@@ -101,12 +101,14 @@ def test_larger_batches_are_not_recorded(network, count):
     assert not count
 
 
-def test_oldest_shape_is_forgotten(network, count, monkeypatch):
+def test_longest_unused_shape_is_forgotten(network, monkeypatch):
     monkeypatch.setattr(recorded, "MOST_PROGRAMS", 2)
     passes = RecordedPasses(max_tokens=9)
-    for size in (1, 2, 1, 3, 2, 1):
+    counts = []
+    for size in (1, 2, 1, 3, 1, 2):
         passes.run("network", network, [normal(size, 32)], layout(size))
-    assert len(count) == 4
+        counts.append(passes.num_recorded)
+    assert counts == [1, 2, 2, 3, 3, 4]
 
 
 def test_functions_are_told_apart():

@@ -114,6 +114,7 @@ class Engine:
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
         mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
+        self._passes = passes
         # Dummy requests of padded batches write a block behind those of the pool.
         cache = KVCache(shapes, num_blocks + (mode is not None), config.block_size, dtype, self.device)
         graphs = GraphContext(
@@ -145,6 +146,7 @@ class Engine:
             self.scheduler,
             self.rules,
             self._stopwatch,
+            passes,
             num_drafts=config.num_drafts,
             max_rows=config.prefill_chunk_size,
         )
@@ -334,6 +336,7 @@ class Engine:
         outputs = []
         if batch:
             self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
+            num_recorded = self._passes.num_recorded
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
@@ -343,7 +346,8 @@ class Engine:
                 output = self._advance(share, done, next(verdicts) if share.samples else None)
                 if output is not None:
                     outputs.append(output)
-            if all(share.num_tokens == 1 for share in batch):  # all of them decode
+            as_usual = self._passes.num_recorded == num_recorded
+            if as_usual and all(share.num_tokens == 1 for share in batch):  # all of them decode
                 self.draft_length.end_target_pass(sum(1 + len(share.draft_ids) for share in batch))
         stepped = [share.sequence for share in batch]
         for sequence in dict.fromkeys(stepped + self._drafting.run(stepped)):

@@ -123,7 +123,7 @@ class SpeculativeConfig:
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
-GRAPH_MODES = {"cpu": {"eager"}, "npu": {"eager", "npugraph"}}
+GRAPH_MODES = {"cpu": {"eager"}, "npu": {"eager", "npugraph", "torchair"}}
 
 
 @dataclass(frozen=True)

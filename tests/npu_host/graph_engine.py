@@ -1,6 +1,6 @@
-"""torchair on the emulated device: real conversion to a graph of the graph engine, whose place the FX graph takes.
+"""torchair on the emulated device: its conversion is the real one, the graph engine that it converts for is not there.
 
-What is compiled is converted and dumped as on a device; then the FX graph that it was converted from computes.
+A compiled graph is kept as it was converted; the FX graph that it was converted from computes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph
 
 from npu_host.attention import fused_infer_attention_score
-from npu_host.device import run_checked
+from npu_host.device import KEY, run_checked
 
 compiled: list[GeConcreteGraph] = []  # one for each compilation
 _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Replaces the graph engine; once for a process."""
+    """Takes the graph engine's place; once for a process."""
 
     def run(graph: GeConcreteGraph, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not graph._is_compiled:
@@ -37,14 +37,22 @@ def install() -> None:
     _libraries.append(library)
     name = "npu_fused_infer_attention_score_v2"
     library.impl(
-        name,
-        lambda *args, **kwargs: run_checked(_with_lists, f"air::{name}", *args, **kwargs),
-        "PrivateUse1",
-        allow_override=True,
+        name, lambda *args, **kwargs: run_checked(_attend, f"air::{name}", *args, **kwargs), KEY, allow_override=True
     )
 
 
-def _with_lists(*args: Tensor, actual_seq_qlen: Tensor, actual_seq_kvlen: Tensor, **kwargs: Any) -> Any:
-    """The attention with its lengths as tensors."""
+def dimensions(graph: GeConcreteGraph) -> list[int]:
+    """All sizes in a graph's operations; −1 where one is open."""
+    tensors = [tensor for own in graph.graph.op for tensor in [*own.input_desc, *own.output_desc]]
+    return [size for tensor in tensors for size in tensor.shape.dim]
+
+
+def options(graph: GeConcreteGraph) -> dict[str, str]:
+    """What the graph engine is told for a graph."""
+    return graph._normalize_ge_option()[0]
+
+
+def _attend(*args: Tensor, actual_seq_qlen: Tensor, actual_seq_kvlen: Tensor, **kwargs: Any) -> Any:
+    """The attention with the lengths of its sequences as tensors."""
     lengths = {"actual_seq_qlen": actual_seq_qlen.tolist(), "actual_seq_kvlen": actual_seq_kvlen.tolist()}
     return fused_infer_attention_score(*args, **lengths, **kwargs)

@@ -2,9 +2,9 @@
 
     python stand_ins.py DIRECTORY
 
-acl_host.c, ge_host.cpp and a function that returns 0 for every other missing symbol make one library; each library name that the
-wheel asks for is an empty one that depends on it. With the directory in LD_LIBRARY_PATH, `import torch_npu` works on
-a host without CANN.
+acl_host.c, ge_host.cpp and a function that returns 0 for every other missing symbol make one library; each library
+name that the wheel asks for is an empty one that depends on it. With the directory in LD_LIBRARY_PATH, `import
+torch_npu` works on a host without CANN.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class TorchairMode:
         config.post_grad_custom_pre_pass = _write_in_place
         # tiling_schedule_optimize stays off: with it the attention has no TND layout.
         instead = {torch.ops.npu._npu_moe_token_unpermute.default: _unpermute}
-        return CompiledGraph(
-            function, torchair.get_npu_backend(compiler_config=config, custom_decompositions=instead)
-        )
+        return CompiledGraph(function, torchair.get_npu_backend(compiler_config=config, custom_decompositions=instead))
 
 
 def _unpermute(rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ def test_one_graph_for_a_bucket(shallow, make_llm, name, mode):
         return original(graph, layouts)
 
     with patch.object(MODES[mode], "run", counted):
-        texts, sizes = serve(llm, 100 if name == "deepseek" else 40)
+        texts, sizes = serve(llm, 100)
     targets, chains = graphs_of(llm)
     assert [bucket.num_tokens for bucket in sorted(targets)] == [3, 6, 12] == [own.num_tokens for own in sorted(chains)]
     assert num_made() - before == 6 == len(set(runs))

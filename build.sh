@@ -79,10 +79,10 @@ setup() {
 setup_npu() {
   local python wanted torch install
   python=$(find_python)
-  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/*.py tests/npu_host/*.c | sha256sum)
+  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/*.py tests/npu_host/*.c* | sha256sum)
   [ "$(cat "$npu_venv/.installed" 2>/dev/null)" != "$wanted" ] || return 0
   say "environment of the emulated NPU in .venv-npu ($("$python" --version))"
-  command -v gcc >/dev/null && command -v readelf >/dev/null || fail "gcc and binutils are needed to emulate an NPU"
+  command -v g++ >/dev/null && command -v readelf >/dev/null || fail "gcc, g++ and binutils are needed to emulate an NPU"
   make_venv "$python" "$npu_venv"
   install=("$npu_venv/bin/pip" install --disable-pip-version-check -c constraints.txt)
   # torch_npu refuses a torch that is built for CUDA, so a build for the CPU is asked for first.

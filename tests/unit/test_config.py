@@ -179,7 +179,7 @@ def test_capture_sizes():
         InvalidArgument, match=r"graph_capture_sizes: got \[4\]; allowed: null with graph_mode null, eager"
     ):
         EngineConfig("somewhere", device="npu", graph_capture_sizes=[4])
-    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph"):
+    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph, torchair"):
         EngineConfig("somewhere", device="npu", graph_mode="inductor")
 
 

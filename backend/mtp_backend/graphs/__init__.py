@@ -29,4 +29,8 @@ def graph_mode_for(name: str) -> GraphMode | None:
         from mtp_backend.graphs.npugraph import NpuGraphMode
 
         return NpuGraphMode()
+    if name == "torchair":
+        from mtp_backend.graphs.torchair import TorchairMode
+
+        return TorchairMode()
     return None

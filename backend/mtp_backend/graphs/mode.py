@@ -24,7 +24,8 @@ class Graph(Protocol):
         """Runs it over the inputs as they are now.
 
         Args:
-            layouts: of the batches that were filled in, in the order in which the function's attentions use them.
+            layouts: of the batches that were filled in, in the order in which the function's attentions use them. Not
+                needed with `tensor_lengths`.
 
         Returns:
             The function's result, which the next run may write again.
@@ -32,7 +33,13 @@ class Graph(Protocol):
 
 
 class GraphMode(Protocol):
-    """A way to make graphs."""
+    """A way to make graphs.
+
+    Attributes:
+        tensor_lengths: whether graphs read the lengths of sequences from tensors; else they are given to each run.
+    """
+
+    tensor_lengths: bool
 
     def graph(self, function: Callable[[], Tensor]) -> Graph:
         """The graph of a function that reads and writes tensors of fixed address only."""
@@ -67,4 +74,4 @@ class GraphContext:
 
     def static_batch(self, bucket: Bucket) -> StaticBatch:
         """Inputs of a bucket's graph."""
-        return StaticBatch(bucket, self.max_blocks, self.block_size, self.device)
+        return StaticBatch(bucket, self.max_blocks, self.block_size, self.device, self.mode.tensor_lengths)

@@ -24,7 +24,8 @@ class BatchLayout:
     Attributes:
         positions: int64 [T], position of each token in its sequence.
         slots: int64 [T], cache slot of each token: block id · block_size + offset.
-        query_ends: R cumulative query lengths; the last one equals T.
+        query_ends: R cumulative query lengths; the last one equals T. An int64 tensor [R], as `kv_lens`, in a pass that
+            is compiled once for batches of other lengths (`graphs.StaticBatch`).
         kv_lens: R lengths of the cached keys, the batch's own tokens included.
         block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
         selection: int32 [T, top_k], the cached positions that each token attends, in any order and padded with −1 at
@@ -34,8 +35,8 @@ class BatchLayout:
 
     positions: Tensor
     slots: Tensor
-    query_ends: list[int]
-    kv_lens: list[int]
+    query_ends: list[int] | Tensor
+    kv_lens: list[int] | Tensor
     block_tables: Tensor
     selection: Tensor | None = None
 

@@ -32,7 +32,8 @@ class NpuOps(ComposedOps):
         # In float32: npu_interleave_rope and angles of 16 bits would lose what the angles' precision gives.
         rules.check_rotary(*x.shape[1:])
         if interleaved:
-            cos, sin = (part.repeat_interleave(2, dim=-1) for part in (cos, sin))
+            # Not repeat_interleave, which torchair has no conversion for.
+            cos, sin = (torch.stack([part, part], dim=-1).flatten(1) for part in (cos, sin))
         else:
             cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
         mode = "interleave" if interleaved else "half"
@@ -53,7 +54,6 @@ class NpuOps(ComposedOps):
         query, query_rope = query.contiguous(), query_rope.contiguous()
         key, key_rope = latent.flatten(2), rope.flatten(2)
         block_size = latent.shape[1]
-        rules.check_latent_rows(batch.query_ends)
         rules.check_latent_sizes(query.dtype, query.shape[1], query.shape[2], query_rope.shape[2], block_size)
         rules.check_same_type(rules.ATTENTION, query=query, query_rope=query_rope, key=key, key_rope=key_rope)
         rope_caches, rope_width = {"key_rope": key_rope}, query_rope.shape[2]
@@ -118,9 +118,13 @@ class NpuOps(ComposedOps):
 
     def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
         """All layers of a pass share one layout, and one copy of it on the device."""
+        if isinstance(layout.query_ends, Tensor):
+            return attention_batch(layout, most_rows)  # a compiled pass keeps nothing outside itself
         if self._batch[0] is not layout:
             batch = attention_batch(layout, most_rows)
             rules.check_batch(batch.query_ends, batch.kv_lens, len(layout.positions))
+            if most_rows:
+                rules.check_latent_rows(batch.query_ends)
             self._batch = layout, batch
         return self._batch[1]
 
@@ -136,11 +140,15 @@ class NpuOps(ComposedOps):
     ) -> Tensor:
         block_size = key.shape[1]
         sparse_mode, mask = (3, self._mask) if batch.causal else (0, None)
-        rules.check_mask(batch.query_ends, sparse_mode, mask)
+        attention = torch_npu.npu_fused_infer_attention_score_v2
+        if isinstance(batch.query_ends, Tensor):
+            attention = torch.ops.air.npu_fused_infer_attention_score_v2  # torchair's: the same with tensors for lists
+        else:
+            rules.check_mask(batch.query_ends, sparse_mode, mask)
         caches, width = {"key": key, "value": value}, kv_heads * query.shape[2]
         rules.check_paging(batch.block_tables, batch.kv_lens, block_size, caches, width)
         rules.check_contiguous(query=query, key=key, value=value)
-        return torch_npu.npu_fused_infer_attention_score_v2(
+        return attention(
             query,
             key,
             value,

@@ -26,7 +26,15 @@ from mtp_backend.engine.text import IncrementalText
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
-from mtp_backend.graphs import DraftChain, EagerTarget, GraphContext, GraphTarget, graph_mode_for, make_buckets
+from mtp_backend.graphs import (
+    DraftChain,
+    EagerTarget,
+    GraphContext,
+    GraphTarget,
+    graph_mode_for,
+    make_buckets,
+    num_dummy_blocks,
+)
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
@@ -106,15 +114,17 @@ class Engine:
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
         mode = graph_mode_for(config.graph_mode)
-        # Dummy requests of padded batches write a block behind those of the pool.
-        cache = KVCache(shapes, num_blocks + (mode is not None), config.block_size, dtype, self.device)
+        buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
+        # Dummy requests of padded batches write blocks behind those of the pool.
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if mode else 0
+        cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
             cache,
             config.block_size,
             self.device,
             mode,
-            make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes),
+            buckets,
             max_blocks=-(-longest // config.block_size),
             dummy_block=num_blocks,
         )

@@ -13,12 +13,17 @@ from mtp_backend.ops.npu_rules import check_batch, check_latent_rows
 class StaticBatch:
     """Tokens and layout of one pass over a padded batch.
 
+    Args:
+        dummy_block: first of the blocks that dummy requests write.
+
     Attributes:
         tokens: int64 [bucket.num_tokens].
         last: int64 [bucket.num_sequences], row of the last token of each sequence; 0 where there is none.
     """
 
-    def __init__(self, bucket: Bucket, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, bucket: Bucket, max_blocks: int, block_size: int, device: torch.device, dummy_block: int
+    ) -> None:
         tokens, requests = bucket.num_tokens, bucket.num_requests
         # One tensor, so that a batch is one copy.
         sizes = [tokens, tokens, tokens, bucket.num_sequences, requests * max_blocks]
@@ -26,6 +31,7 @@ class StaticBatch:
         self.tokens, self._positions, self._slots, self.last, tables = self._packed.split(sizes)
         self._tables = tables.view(requests, max_blocks)
         self._block_size = block_size
+        self._dummy_slot = dummy_block * block_size
         self._lengths: tuple[list[int], list[int]] = [], []
 
     @property
@@ -49,6 +55,9 @@ class StaticBatch:
         # A graph is built once: its operations do not check the lengths of later batches.
         check_batch(batch.query_ends, batch.kv_lens, len(self.tokens))
         check_latent_rows(batch.query_ends)
+        # The operation that writes a latent cache takes no slot twice. Nobody reads what dummies write.
+        dummies = batch.slots >= self._dummy_slot
+        batch.slots[dummies] = self._dummy_slot + torch.arange(int(dummies.sum()))
         tokens = torch.zeros(len(self.tokens), dtype=torch.int64)
         tokens[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
         last = torch.zeros(len(self.last), dtype=torch.int64)

@@ -3,10 +3,10 @@
 import logging
 
 from mtp_backend.errors import InvalidArgument
-from mtp_backend.ops.interface import BatchLayout, CacheShape, Ops
+from mtp_backend.ops.interface import BatchLayout, CacheShape, Int8Ops, Ops
 from mtp_backend.ops.reference import ReferenceOps
 
-__all__ = ["BatchLayout", "CacheShape", "Ops", "ReferenceOps", "ops_for"]
+__all__ = ["BatchLayout", "CacheShape", "Int8Ops", "Ops", "ReferenceOps", "ops_for"]
 
 log = logging.getLogger("mtp.ops")
 

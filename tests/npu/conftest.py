@@ -69,7 +69,7 @@ def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
         name: str, device: str, k: int, dtype: str, path: str | None = None, ops: "Ops | None" = None, **options: object
     ) -> LLM:
         own = ops or ReferenceOps()
-        with patch("mtp_backend.engine.engine.ops_for", (lambda _: own) if device == "cpu" else ops_for):
+        with patch("mtp_backend.engine.engine.ops_for", (lambda *_: own) if device == "cpu" else ops_for):
             return LLM(
                 path or checkpoint(name),
                 {"num_speculative_tokens": k} if k else None,

@@ -55,6 +55,14 @@ def test_bfloat16_equals_cpu(make_llm, name, k):
     assert generate(make_llm(name, "npu", k, "bfloat16")) == generate(make_llm(name, "cpu", k, "bfloat16"))
 
 
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_batch_expansion_equals_cpu(make_llm, expected, name):
+    if name not in expected:
+        expected[name] = generate(make_llm(name, "cpu", 0, "float32"))
+    assert generate(make_llm(name, "npu", 3, "float32", attention_strategy="batch_expansion")) == expected[name]
+
+
 def poisoning(cache, sequences):
     """`build_layout` for target and draft passes, that first fills every slot without a computed key with NaN."""
 

@@ -143,6 +143,20 @@ def test_grouped_query_attention(ops, batch, kv_heads, dtype):
     assert_close(result.cpu(), HOST.gqa_attention(query, *caches, layout, 0.09))
 
 
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_batch_expansion_gives_the_same(ops, batch):
+    expanding = ops_for("npu", "batch_expansion")
+    for method, block_size, shapes, queries in [
+        ("mla_attention", 16, [(1, 512), (1, 64)], [(8, 512), (8, 64)]),
+        ("gqa_attention", 128, [(4, 128)] * 2, [(12, 128)]),
+    ]:
+        (_, layout), caches = attention_inputs(batch, block_size, shapes, torch.bfloat16)
+        rows = [torch.randn(len(layout.positions), *shape).bfloat16() for shape in queries]
+        inputs = [part.to(NPU) for part in (*rows, *caches)]
+        together, alone = (getattr(own, method)(*inputs, layout, 0.05) for own in (ops, expanding))
+        assert_close(alone.cpu(), together.cpu())
+
+
 def test_attention_in_float32_is_refused(ops):
     (_, layout), caches = attention_inputs([(1, 3)], 128, [(1, 128)] * 2, torch.float32)
     query = torch.randn(1, 2, 128)

@@ -281,11 +281,12 @@ def test_without_torch_npu_the_error_says_what_to_install():
         ops_for("npu")
 
 
+@pytest.mark.parametrize("most_expanded", [0, rules.MOST_LATENT_ROWS])
 @pytest.mark.parametrize("most_rows", [rules.MOST_LATENT_ROWS, None])
-def test_random_batches_break_no_rule(most_rows):
+def test_random_batches_break_no_rule(most_rows, most_expanded):
     """And every query row sees exactly the keys up to its own position, in its own blocks."""
     draw = random.Random(5)
-    for _ in range(5000):
+    for _ in range(2500):
         block_size = draw.choice([16, 128])
         ids = iter(draw.sample(range(1000), 60))
         spans = []
@@ -296,8 +297,9 @@ def test_random_batches_break_no_rule(most_rows):
             table = [next(ids) for _ in range(-(-(start + length) // block_size) + spare)]
             spans.append(Span(table, start, length))
         layout = build_layout(spans, block_size, CPU)
-        batch = attention_batch(layout, most_rows)
+        batch = attention_batch(layout, most_rows, most_expanded)
         tokens = len(layout.positions)
+        assert batch.causal == any(span.length > max(most_expanded, 1) for span in spans)
         rules.check_batch(batch.query_ends, batch.kv_lens, tokens)
         if most_rows:
             rules.check_latent_rows(batch.query_ends)

@@ -16,11 +16,18 @@ from mtp_backend.ops.npu_int8 import NpuInt8
 
 
 class NpuOps(ComposedOps):
-    """Implements `Ops` with fused operations; their documented rules are checked before each call."""
+    """Implements `Ops` with fused operations; their documented rules are checked before each call.
+
+    Args:
+        attention_strategy: "tnd": the rows of a verify step are rows of one sequence, under a causal mask.
+            "batch_expansion": each row is a sequence with a length of its own in the same blocks, and has no mask.
+    """
 
     int8 = NpuInt8()
 
-    def __init__(self) -> None:
+    def __init__(self, attention_strategy: str = "tnd") -> None:
+        # Sequences of more rows are pieces of prompts.
+        self._most_expanded = rules.MOST_LATENT_ROWS if attention_strategy == "batch_expansion" else 0
         # The attention takes the upper triangle of a fixed size for every causal batch.
         self._mask = torch.ones(rules.MASK_SHAPE, dtype=torch.bool).triu(1).to("npu")
         self._batch: tuple[BatchLayout | None, AttentionBatch | None] = None, None
@@ -153,7 +160,7 @@ class NpuOps(ComposedOps):
     def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
         """All layers of a pass share one layout, and one copy of it on the device."""
         if self._batch[0] is not layout:
-            batch = attention_batch(layout, most_rows)
+            batch = attention_batch(layout, most_rows, self._most_expanded)
             rules.check_batch(batch.query_ends, batch.kv_lens, len(layout.positions))
             self._batch = layout, batch
         return self._batch[1]

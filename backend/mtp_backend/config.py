@@ -124,6 +124,8 @@ class SpeculativeConfig:
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
 GRAPH_MODES = {"cpu": {"eager", "recorded"}, "npu": {"eager", "npugraph", "torchair"}}
+# How a device can attend to the cache in a verify step.
+ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion"}}
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class EngineConfig:
             captured ("npugraph") or compiled ("torchair") once. None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
+        attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
+            "batch_expansion", each as a sequence of its own. The result is the same.
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
     """
@@ -171,6 +175,7 @@ class EngineConfig:
     sequence_ttl_seconds: float = 300.0
     graph_mode: str | None = None
     graph_capture_sizes: tuple[int, ...] | None = None
+    attention_strategy: str = "tnd"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -206,6 +211,10 @@ class EngineConfig:
         if self.graph_mode is not None:
             checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
         padded = self.graph_mode not in (None, "eager", "recorded")
+        checks.choice("attention_strategy", self.attention_strategy, ATTENTION_STRATEGIES[self.device])
+        if padded and self.attention_strategy != "tnd":
+            allowed = f"tnd with graph_mode {self.graph_mode}: a graph's sequences stay as they are"
+            raise InvalidArgument("attention_strategy", self.attention_strategy, allowed)
         speculative, sizes = self.speculative, self.graph_capture_sizes
         if padded and speculative:
             for name in ("num_speculative_tokens_per_batch_size", "adaptive_draft_length"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,6 +45,29 @@ def without_upper_layers(source: Path, directory: Path) -> Path:
             tensors[f"model.layers.{kept[layer]}.{rest}"] = tensor
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def quantized(
+    source: Path, directory: Path, left: Callable[[str], bool] = lambda name: False, offset: float = 0.0
+) -> Path:
+    """Writes a checkpoint with the projections of another in int8 (W8A8_DYNAMIC): a scale and an offset for each row.
+
+    Args:
+        left: projections that stay as they are.
+        offset: of every row.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors, kinds = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name], kinds[name] = tensor, "FLOAT"
+        if "_proj" in name and tensor.dim() == 2 and "eh_proj" not in name and not left(name):
+            scale = tensor.float().abs().amax(1, keepdim=True).clamp_min(1e-6) / 127
+            tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+            tensors |= {name + "_scale": scale, name + "_offset": torch.full_like(scale, offset)}
+            kinds |= dict.fromkeys([name, name + "_scale", name + "_offset"], "W8A8_DYNAMIC")
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "quant_model_description.json").write_text(json.dumps(kinds))
     return directory
 
 

@@ -10,8 +10,8 @@ import pytest
 if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
-    from mtp_backend.ops import ReferenceOps, npu_rules, ops_for
-    from npu_host import attention, device, graph_engine, references
+    from mtp_backend.ops import Ops, ReferenceOps, npu_cache_rules, npu_rules, ops_for
+    from npu_host import attention, device, documented, graph_engine, references
 
     from npu.conforming import conforming, without_upper_layers
 
@@ -28,9 +28,11 @@ BLOCK_SIZE = {"deepseek": 16, "glm": 128}
 def float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the attention take float32, which no device does: the one rule that is relaxed, to compare exactly."""
     monkeypatch.setattr(npu_rules, "LATENT_TYPES", npu_rules.VECTOR_TYPES)
+    monkeypatch.setattr(npu_cache_rules, "TYPES", npu_rules.VECTOR_TYPES)
     monkeypatch.setattr(npu_rules, "GROUPED_TYPES", npu_rules.VECTOR_TYPES)
-    monkeypatch.setattr(attention, "LATENT_ATTENTION_TYPES", references.FLOATS)
-    monkeypatch.setattr(attention, "GROUPED_ATTENTION_TYPES", references.FLOATS)
+    monkeypatch.setattr(attention, "LATENT_ATTENTION_TYPES", documented.FLOATS)
+    monkeypatch.setattr(references, "LATENT_CACHE_TYPES", documented.FLOATS)
+    monkeypatch.setattr(attention, "GROUPED_ATTENTION_TYPES", documented.FLOATS)
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +62,15 @@ def shallow(checkpoint: Callable[[str], str], tmp_path_factory: pytest.TempPathF
 def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
     """make_llm(name, device, k, dtype): an LLM over a conforming checkpoint; prompts enter in chunks of 40 tokens.
 
-    Device cpu takes the reference operations: the native ones round elsewhere than the emulated device.
+    Device cpu takes the reference operations, or those that are given: the native ones round elsewhere than the
+    emulated device.
     """
 
-    def make(name: str, device: str, k: int, dtype: str, path: str | None = None, **options: object) -> LLM:
-        with patch("mtp_backend.engine.engine.ops_for", (lambda _: ReferenceOps()) if device == "cpu" else ops_for):
+    def make(
+        name: str, device: str, k: int, dtype: str, path: str | None = None, ops: "Ops | None" = None, **options: object
+    ) -> LLM:
+        own = ops or ReferenceOps()
+        with patch("mtp_backend.engine.engine.ops_for", (lambda *_: own) if device == "cpu" else ops_for):
             return LLM(
                 path or checkpoint(name),
                 {"num_speculative_tokens": k} if k else None,

@@ -5,7 +5,7 @@ import torch
 import torch_npu
 from npu_host import capture
 from npu_host.device import DeviceError, run_checked
-from npu_host.references import Undocumented
+from npu_host.documented import Undocumented
 
 BF16 = torch.bfloat16
 

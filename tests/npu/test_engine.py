@@ -55,6 +55,14 @@ def test_bfloat16_equals_cpu(make_llm, name, k):
     assert generate(make_llm(name, "npu", k, "bfloat16")) == generate(make_llm(name, "cpu", k, "bfloat16"))
 
 
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_batch_expansion_equals_cpu(make_llm, expected, name):
+    if name not in expected:
+        expected[name] = generate(make_llm(name, "cpu", 0, "float32"))
+    assert generate(make_llm(name, "npu", 3, "float32", attention_strategy="batch_expansion")) == expected[name]
+
+
 def poisoning(cache, sequences):
     """`build_layout` for target and draft passes, that first fills every slot without a computed key with NaN."""
 
@@ -114,14 +122,26 @@ def test_unused_slots_reach_no_row(make_llm, name):
 LAYERS, SPARSE_LAYERS, PASSES = 6, 5, 3
 NPU_OPERATIONS = {
     "npu_fused_infer_attention_score_v2": LAYERS,
-    "npu_scatter_nd_update_": 2 * LAYERS,  # latent and rope key, or key and value
-    "npu_rotary_mul": 2 * LAYERS,
+    # In front of the attention and behind it, and the target's last one; the first layer of a pass has nothing to add.
+    "npu_add_rms_norm": 2 * LAYERS - PASSES + 1,
     "npu_moe_gating_top_k": SPARSE_LAYERS,
     "npu_moe_init_routing_v2": SPARSE_LAYERS,
     "npu_grouped_matmul": 2 * SPARSE_LAYERS,
     "npu_moe_token_unpermute": SPARSE_LAYERS,
     "npu_swiglu": LAYERS + SPARSE_LAYERS,  # the dense layer's, the routed and the shared experts'
-    "npu_rms_norm": 4 * LAYERS + 1 + 3 * 2,  # and the target's last one, and three of each draft pass
+}
+FIRST_NORMS = PASSES + 3 * 2  # those of the first layers, and three more of each draft pass
+OF_FAMILY = {
+    "deepseek": {
+        "npu_kv_rmsnorm_rope_cache": LAYERS,
+        "npu_rotary_mul": LAYERS,
+        "npu_rms_norm": LAYERS + FIRST_NORMS,
+    },
+    "glm": {
+        "npu_scatter_nd_update_": 2 * LAYERS,  # key and value
+        "npu_rotary_mul": 2 * LAYERS,
+        "npu_rms_norm": 2 * LAYERS + FIRST_NORMS,
+    },
 }
 
 
@@ -137,7 +157,7 @@ def test_operations_and_copies_of_a_step(make_llm, name):
     with traced() as trace:
         assert len(engine.step()) == 3
     npu = {key.removeprefix("npu::"): count for key, count in trace.operations.items() if key.startswith("npu::")}
-    assert npu == NPU_OPERATIONS
+    assert npu == NPU_OPERATIONS | OF_FAMILY[name]
     assert sum(trace.operations.values()) < 50 * LAYERS
     # Each pass takes its tokens, positions, slots and block tables, each draft pass the rows that it goes on from, the
     # head its rows; and it gives back its tokens.

@@ -148,15 +148,15 @@ def test_padding_reaches_no_row(shallow, make_llm, name, mode):
     def poison(graph, layouts):
         for layer in context.cache.layers:
             for tensor in layer:
-                tensor[context.dummy_block] = math.nan
+                tensor[context.dummy_block :] = math.nan
         for batch, own in graphs_of(llm)[0].values():
             if own is graph:
-                dummies = (batch.layout.slots // context.block_size == context.dummy_block).nonzero()[:, 0]
+                dummies = (batch.layout.slots // context.block_size >= context.dummy_block).nonzero()[:, 0]
                 batch.tokens[dummies] = unused
                 poisoned.append(len(dummies))
         for chain in graphs_of(llm)[1].values():
             if chain.graph is graph:
-                dummies = (chain.batches[0].layout.slots // context.block_size == context.dummy_block).nonzero()[:, 0]
+                dummies = (chain.batches[0].layout.slots // context.block_size >= context.dummy_block).nonzero()[:, 0]
                 chain.hidden[dummies] = math.nan
         return original(graph, layouts)
 

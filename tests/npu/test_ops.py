@@ -34,6 +34,14 @@ def test_rms_norm(ops, dtype):
     assert_close(result.cpu(), HOST.rms_norm(x, weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm(ops, dtype):
+    x, residual, weight = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype), (torch.rand(64) + 0.5).to(dtype)
+    result = ops.add_rms_norm(x.to(NPU), residual.to(NPU), weight.to(NPU), 1e-5)
+    for part, expected in zip(result, HOST.add_rms_norm(x, residual, weight, 1e-5), strict=True):
+        assert_close(part.cpu(), expected)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary(ops, dtype, interleaved):
@@ -89,16 +97,39 @@ def attention_inputs(batch, block_size, shapes, dtype):
     return [build_layout(spans, block_size, device) for device in (CPU, NPU)], caches
 
 
+def written_latents(ops, batch, dtype, interleaved):
+    """Layouts of a batch, and latent caches that `write_latent` filled, on both devices; the rest of them is NaN."""
+    layouts, caches = attention_inputs(batch, 16, [(1, 512), (1, 64)], dtype)
+    # Angles that 16 bits hold: the fused operation takes no others.
+    tables = [table.tolist() for table in layouts[0].block_tables]
+    spans = [Span(table, 0, total) for table, (_, total) in zip(tables, batch, strict=True)]
+    own = [torch.full_like(cache, math.nan) for cache in caches]
+    device_own = [cache.to(NPU) for cache in own]
+    slots = build_layout(spans, 16, CPU).slots
+    x, weight = torch.randn(len(slots), 576).to(dtype), (torch.rand(512) + 0.5).to(dtype)
+    angles = torch.rand(len(slots), 32) * 1000
+    cos, sin = angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
+    HOST.write_latent(x, weight, 1e-5, cos, sin, interleaved, slots, *own)
+    on_device = [part.to(NPU) for part in (x, weight, cos, sin, slots)]
+    ops.write_latent(*on_device[:2], 1e-5, *on_device[2:4], interleaved, on_device[4], *device_own)
+    return layouts, own, device_own
+
+
 @pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("interleaved", [True, False])  # pairs side by side are written by one operation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [8, 20])  # 20 heads are padded to 32
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_latent_attention(ops, batch, heads, dtype):
-    (layout, device_layout), caches = attention_inputs(batch, 16, [(1, 512), (1, 64)], dtype)
-    tokens = len(layout.positions)
-    queries = [torch.randn(tokens, heads, width).to(dtype) for width in (512, 64)]
-    result = ops.mla_attention(*(part.to(NPU) for part in (*queries, *caches)), device_layout, 0.04)
-    assert_close(result.cpu(), HOST.mla_attention(*queries, *caches, layout, 0.04))
+def test_latent_attention(ops, trace, batch, heads, dtype, interleaved):
+    (layout, device_layout), caches, device_caches = written_latents(ops, batch, dtype, interleaved)
+    assert trace.operations["npu::npu_kv_rmsnorm_rope_cache"] == interleaved
+    latent, rope = (cache.cpu() for cache in device_caches)
+    rope = rope.unflatten(-1, (2, -1)).mT.flatten(-2)  # its pairs are stored apart
+    assert_close(latent, caches[0], equal_nan=True)
+    assert_close(rope, caches[1], equal_nan=True)
+    queries = [torch.randn(len(layout.positions), heads, width).to(dtype) for width in (512, 64)]
+    result = ops.mla_attention(*(part.to(NPU) for part in queries), *device_caches, device_layout, 0.04)
+    assert_close(result.cpu(), HOST.mla_attention(*queries, latent, rope, layout, 0.04))
 
 
 @pytest.mark.usefixtures("float32_attention")
@@ -110,6 +141,20 @@ def test_grouped_query_attention(ops, batch, kv_heads, dtype):
     query = torch.randn(len(layout.positions), 12, 128).to(dtype)
     result = ops.gqa_attention(*(part.to(NPU) for part in (query, *caches)), device_layout, 0.09)
     assert_close(result.cpu(), HOST.gqa_attention(query, *caches, layout, 0.09))
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_batch_expansion_gives_the_same(ops, batch):
+    expanding = ops_for("npu", "batch_expansion")
+    for method, block_size, shapes, queries in [
+        ("mla_attention", 16, [(1, 512), (1, 64)], [(8, 512), (8, 64)]),
+        ("gqa_attention", 128, [(4, 128)] * 2, [(12, 128)]),
+    ]:
+        (_, layout), caches = attention_inputs(batch, block_size, shapes, torch.bfloat16)
+        rows = [torch.randn(len(layout.positions), *shape).bfloat16() for shape in queries]
+        inputs = [part.to(NPU) for part in (*rows, *caches)]
+        together, alone = (getattr(own, method)(*inputs, layout, 0.05) for own in (ops, expanding))
+        assert_close(alone.cpu(), together.cpu())
 
 
 def test_attention_in_float32_is_refused(ops):
@@ -156,6 +201,19 @@ def norm(ops, dtype=torch.bfloat16):
     ops.rms_norm(torch.ones(2, 4, dtype=torch.bfloat16, device=NPU), torch.ones(4, dtype=dtype, device=NPU), 1e-6)
 
 
+def added_norm(ops, dtype=torch.bfloat16, tokens=2):
+    x, residual = (torch.ones(count, 4, dtype=torch.bfloat16, device=NPU) for count in (2, tokens))
+    ops.add_rms_norm(x, residual, torch.ones(4, dtype=dtype, device=NPU), 1e-6)
+
+
+def latent_writing(ops, tokens=3, heads=1, slot_dtype=torch.int64):
+    x, weight = torch.ones(3, 576, dtype=torch.bfloat16, device=NPU), torch.ones(512, dtype=torch.bfloat16, device=NPU)
+    angles = torch.zeros(3, 32, device=NPU)
+    slots = torch.arange(tokens).to(slot_dtype).to(NPU)
+    latent, rope = (torch.zeros(2, 16, heads, size, dtype=torch.bfloat16, device=NPU) for size in (512, 64))
+    ops.write_latent(x, weight, 1e-6, angles.cos(), angles.sin(), True, slots, latent, rope)
+
+
 def activation(ops, dtype=torch.bfloat16):
     ops.swiglu(torch.ones(2, 4, dtype=dtype, device=NPU))
 
@@ -178,6 +236,11 @@ def activation(ops, dtype=torch.bfloat16):
         (routing, {"bias_type": torch.bfloat16}, "bias: got torch.bfloat16"),
         (writing, {"dtype": torch.float32}, "updates: got torch.float32"),
         (norm, {"dtype": torch.float32}, "gamma: got torch.float32"),
+        (added_norm, {"dtype": torch.float32}, "gamma: got torch.float32"),
+        (added_norm, {"tokens": 1}, r"x2: got \(1, 4\)"),
+        (latent_writing, {"tokens": 4}, r"index: got \(4,\)"),
+        (latent_writing, {"heads": 2}, r"k_cache: got \(2, 16, 2, 64\)"),
+        (latent_writing, {"slot_dtype": torch.int32}, "index: got torch.int32"),
         (activation, {"dtype": torch.int32}, "input: got torch.int32"),
     ],
 )

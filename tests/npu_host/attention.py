@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npu_host.device import npu_op
-from npu_host.references import demand
+from npu_host.documented import demand
 
 # Types that the attention takes. Tests may add float32 to compare a whole engine exactly; no device has such a kernel.
 LATENT_ATTENTION_TYPES = {torch.float16, torch.bfloat16}

@@ -34,8 +34,15 @@ KEPT_NPU = {
 }
 # It gives memory, also inside a capture.
 ALLOCATING = {"npu::_npu_fused_infer_attention_score_v2_get_max_workspace"}
-# It writes results of the caller's and has no shape function.
-WRITING = {"npu::npu_fused_infer_attention_score_v2.out"}
+WITHOUT_SHAPE_FUNCTION = {"npu::npu_format_cast"}
+# They write tensors of the caller's, and their shape function gives others or is missing: what they return instead.
+WRITING: dict[str, Callable[..., Any]] = {
+    "npu::npu_fused_infer_attention_score_v2.out": lambda *args, out, **kwargs: out,
+    "npu::npu_kv_rmsnorm_rope_cache": lambda kv, *args, **kwargs: (
+        *args[4:6],
+        *(kv.new_empty(*kv.shape[:3], cache.shape[3]) for cache in args[4:6]),
+    ),
+}
 # Operations whose result's size depends on values: the host waits for them.
 SYNCHRONISING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 # An index may be on the host: the device's own kernels copy it.
@@ -59,6 +66,7 @@ class Trace:
     copies: dict[str, list[int]] = field(default_factory=lambda: {"host to device": [], "device to host": []})
 
 
+_tiled: set[int] = set()  # addresses of tensors in FRACTAL_NZ; their bytes stay in order here
 _traces: list[Trace] = []
 _references: dict[str, Callable[..., Any]] = {}
 _libraries: list[torch.library.Library] = []  # kernels are withdrawn with their library
@@ -73,6 +81,11 @@ def traced() -> Iterator[Trace]:
         yield trace
     finally:
         _traces.remove(trace)
+
+
+def is_tiled(tensor: Tensor) -> bool:
+    """Whether a tensor, or the device tensor that it aliases, came out of npu_format_cast."""
+    return tensor.untyped_storage().data_ptr() in _tiled
 
 
 def npu_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -131,7 +144,7 @@ def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
     if capture.is_capturing():
         if name.removeprefix("aten::").partition(".")[0] in SYNCHRONISING:
             capture.refuse_in_capture(name)
-        infer = (lambda *args, out, **kwargs: out) if name in WRITING else _operation(name)
+        infer = WRITING.get(name) or _operation(name)
         return capture.record(capture.Task(name, kernel, args, kwargs), infer, _poisoned)
     capture.check_no_wait(name)
     return _execute(kernel, name, *args, **kwargs)
@@ -196,7 +209,9 @@ def run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: 
         return value
 
     result = _run(reference, name, *args, **kwargs)
-    if capture.is_capturing() or capture.state.updating is not None:
+    if name == "npu::npu_format_cast":
+        _tiled.add(result.untyped_storage().data_ptr())
+    if capture.is_capturing() or capture.state.updating is not None or name in WITHOUT_SHAPE_FUNCTION:
         return result
     expected = _operation(name)(*_map(to_meta, args), **_map(to_meta, kwargs))
     for index, (got, wanted) in enumerate(zip(_leaves(result), _leaves(expected), strict=True)):

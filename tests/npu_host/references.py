@@ -12,18 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npu_host import int8
 from npu_host.device import npu_op
+from npu_host.documented import FLOATS, demand
 
-FLOATS = {torch.float16, torch.bfloat16, torch.float32}
-
-
-class Undocumented(ValueError):
-    """An argument that the documentation does not allow."""
-
-
-def demand(condition: bool, text: str) -> None:
-    if not condition:
-        raise Undocumented(text)
+# Types of a latent cache that is written. Tests may add float32, as for the attention (attention.py).
+LATENT_CACHE_TYPES = {torch.float16, torch.bfloat16}
 
 
 @npu_op("npu_rms_norm")
@@ -32,6 +26,53 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, T
     demand(2 <= x.dim() <= 8 and gamma.shape == x.shape[-1:], "x has 2 … 8 dimensions, gamma is its last one")
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
     return (x.float() * scale * gamma.float()).to(x.dtype), scale
+
+
+@npu_op("npu_add_rms_norm")
+def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    demand(x1.dtype in FLOATS and {x1.dtype, x2.dtype, gamma.dtype} == {x1.dtype}, "x2 and gamma have the type of x1")
+    demand(x1.shape == x2.shape and 1 <= x1.dim() <= 8, "x1 and x2 have one shape of 1 … 8 dimensions")
+    demand(gamma.shape == x1.shape[-1:], "only a norm over the last dimension is emulated")
+    total = x1 + x2
+    normed, scale = rms_norm(total, gamma, epsilon)
+    return normed, scale, total
+
+
+@npu_op("npu_kv_rmsnorm_rope_cache")
+def kv_rmsnorm_rope_cache(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The unquantised form over a paged cache; rms_size 512 and rope_size 64 are all that Atlas A2 and A3 take."""
+    demand(kv.dtype in LATENT_CACHE_TYPES, "kv has 16 bits")
+    demand({part.dtype for part in (gamma, cos, sin, k_cache, ckv_cache)} == {kv.dtype}, "all have the type of kv")
+    demand(kv.dim() == 4 and kv.shape[1] == 1 and kv.shape[3] == 576, "kv is [B, 1, S, 576]")
+    batch, _, length, _ = kv.shape
+    demand(gamma.shape == (512,), "gamma is [512]")
+    demand(cos.shape == sin.shape == (batch, 1, length, 64), "cos and sin are [B, 1, S, 64]")
+    demand(cache_mode in {"PA", "PA_BNSD"}, "only a paged cache in ND is emulated")
+    blocks, size = k_cache.shape[:2]
+    demand(k_cache.shape == (blocks, size, 1, 64), "k_cache is [blocks, block_size, 1, 64]")
+    demand(ckv_cache.shape == (blocks, size, 1, 512), "ckv_cache is [blocks, block_size, 1, 512]")
+    demand(size % 16 == 0 and blocks >= -(-length // size) * batch, "blocks of 32 bytes' multiples, enough of them")
+    demand(index.dtype == torch.int64 and index.shape == (batch * length,), "index is int64 [B · S]")
+    demand(bool(((index >= 0) & (index < blocks * size)).all()), "index has slots of the cache")
+    demand(len(index.unique()) == len(index), "no slot is written twice")
+    rows = kv.flatten(0, 2).float()
+    ckv_cache.view(-1, 512)[index] = rms_norm(rows[:, :512], gamma.float(), epsilon)[0].to(kv.dtype)
+    even, odd = rows[:, 512::2], rows[:, 513::2]
+    turned = torch.cat([even, odd], -1) * cos.view(-1, 64).float() + torch.cat([-odd, even], -1) * sin.view(-1, 64)
+    k_cache.view(-1, 64)[index] = turned.to(kv.dtype)
+    undefined = [kv.new_full((batch, 1, length, width), torch.nan) for width in (64, 512)]
+    return k_cache, ckv_cache, *undefined
 
 
 @npu_op("npu_rotary_mul")
@@ -126,13 +167,16 @@ def moe_init_routing(
     demand(active_num in (-1, 0, expert_idx.numel()) and drop_pad_mode == 0, "only all rows are emulated")
     demand(0 < expert_num <= 10240 and list(active_expert_range) == [0, expert_num], "only all experts are emulated")
     demand(expert_tokens_num_flag and expert_tokens_num_type == 1, "only counts of tokens are emulated")
-    demand(quant_mode == -1 and row_idx_type == 0, "only unquantised gather indices are emulated")
+    demand(quant_mode in (-1, 1) and row_idx_type == 0, "only gather indices, unquantised or dynamic, are emulated")
     order = expert_idx.flatten().argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     counts = torch.bincount(expert_idx.flatten().long(), minlength=expert_num)
-    undefined = torch.full((len(order),), torch.nan)
-    return x[order // expert_idx.shape[1]], places.int(), counts, undefined
+    rows, scales = x[order // expert_idx.shape[1]], torch.full((len(order),), torch.nan)
+    if quant_mode == 1:
+        demand(x.dtype != torch.int8, "int8 cannot be quantised")
+        rows, scales = int8.quantized(rows.float())
+    return rows, places.int(), counts, scales
 
 
 @npu_op("npu_grouped_matmul")
@@ -144,9 +188,18 @@ def grouped_matmul(
     group_list_type: int = 0,
     split_item: int = 0,
     group_type: int | None = None,
+    scale: list[Tensor] | None = None,
+    per_token_scale: list[Tensor] | None = None,
+    output_dtype: int | None = None,
 ) -> list[Tensor]:
     demand(len(x) == len(weight) == 1 and split_item in (2, 3), "only one tensor for all groups is emulated")
     rows, weights = x[0], weight[0]
+    if rows.dtype == torch.int8:
+        demand(group_type == 0 and group_list_type == 1, "only counts of rows are emulated")
+        demand(output_dtype == int8.DTYPES[torch.bfloat16], "only results in bfloat16 are emulated")
+        demand(scale is not None and scale[0].dtype == torch.bfloat16, "a result in bfloat16 takes scales in bfloat16")
+        return [int8.grouped_product(rows, weights, scale[0], per_token_scale[0], group_list).bfloat16()]
+    demand(scale is None and per_token_scale is None and output_dtype is None, "scales are for int8")
     demand(rows.dtype in FLOATS and weights.dtype == rows.dtype, "x and weight have one type")
     demand(rows.dim() == 2 and rows.is_contiguous() and weights.dim() == 3, "x [rows, K], weight [groups, K, N]")
     demand(weights.is_contiguous() or weights.mT.is_contiguous(), "the weight is as it is or transposed")

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from mtp_backend.cache import Span
-from mtp_backend.graphs.buckets import Bucket, choose, make_buckets
+from mtp_backend.graphs.buckets import Bucket, choose, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.static_batch import StaticBatch
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops.npu_batch import attention_batch
@@ -96,7 +96,9 @@ def test_random_batches_keep_the_rules():
             unplaced += 1
             continue
         bucket, padded = chosen
-        static, compiled = (StaticBatch(bucket, MAX_BLOCKS, BLOCK, CPU, tensor_lengths=own) for own in (False, True))
+        static, compiled = (
+            StaticBatch(bucket, MAX_BLOCKS, BLOCK, NUM_BLOCKS, CPU, tensor_lengths=own) for own in (False, True)
+        )
         tokens = sum(span.length for span in spans)
         for own in (static, compiled):
             own.fill(list(range(1, tokens + 1)), len(spans), padded)
@@ -109,16 +111,17 @@ def test_random_batches_keep_the_rules():
         rules.check_latent_rows(batch.query_ends)
         rules.check_mask(batch.query_ends, 3 if batch.causal else 0, mask if batch.causal else None)
         rules.check_paging(batch.block_tables, batch.kv_lens, BLOCK, cache, 512)
-        check_rows(static, spans, tokens)
-        check_rows(compiled, spans, tokens)
+        num_blocks = NUM_BLOCKS + num_dummy_blocks(buckets, BLOCK)
+        check_rows(static, spans, tokens, num_blocks)
+        check_rows(compiled, spans, tokens, num_blocks)
         own = attention_batch(compiled.layout, rules.MOST_LATENT_ROWS)
         assert (own.query_ends.tolist(), own.kv_lens.tolist()) == (batch.query_ends, batch.kv_lens)
         assert own.causal == batch.causal and torch.equal(own.block_tables, batch.block_tables)
     assert unplaced < 20
 
 
-def check_rows(static, spans, tokens):
-    """The batch's own rows stand as they were given, the others in the dummies' block."""
+def check_rows(static, spans, tokens, end):
+    """The batch's own rows stand as they were given, the others in the dummies' blocks, each in a slot of its own."""
     layout, row = static.layout, 0
     assert static.tokens.tolist() == [*range(1, tokens + 1)] + [0] * (len(static.tokens) - tokens)
     slots, positions = layout.slots.tolist(), layout.positions.tolist()
@@ -130,4 +133,5 @@ def check_rows(static, spans, tokens):
         assert static.last[index] == layout.query_ends[index] - 1 == row - 1
         assert layout.kv_lens[index] == span.start + span.length
         assert layout.block_tables[index, : len(span.block_table)].tolist() == span.block_table
-    assert row == tokens and all(slot // BLOCK == NUM_BLOCKS for slot in slots[tokens:])
+    assert row == tokens and all(NUM_BLOCKS <= slot // BLOCK < end for slot in slots[tokens:])
+    assert len(set(slots)) == len(slots)

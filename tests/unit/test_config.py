@@ -24,6 +24,7 @@ WRONG = {
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
     "graph_mode": ("npugraph", "inductor", "", 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
+    "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {
@@ -191,6 +192,17 @@ def test_graphs_make_a_fixed_number_of_drafts(speculative):
         EngineConfig("somewhere", speculative, device="npu", graph_mode="npugraph")
 
 
+def test_attention_strategy():
+    config = EngineConfig("somewhere", device="npu", attention_strategy="batch_expansion")
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    with pytest.raises(InvalidArgument, match="attention_strategy: got 'chunked_prefill'; allowed: one of batch_exp"):
+        EngineConfig("somewhere", device="npu", attention_strategy="chunked_prefill")
+    with pytest.raises(
+        InvalidArgument, match="attention_strategy: got 'batch_expansion'; allowed: tnd with graph_mode"
+    ):
+        EngineConfig("somewhere", device="npu", graph_mode="npugraph", attention_strategy="batch_expansion")
+
+
 def test_no_speculation():
     assert EngineConfig("somewhere").num_drafts == 0
     assert EngineConfig("somewhere", {}).num_drafts == 1
@@ -198,7 +210,7 @@ def test_no_speculation():
 
 @pytest.mark.parametrize("field", ["max_batch", "Model", "num_speculative_tokens", ""])
 def test_unknown_key(field):
-    with pytest.raises(InvalidArgument, match="no such key; the keys are block_size, ") as error:
+    with pytest.raises(InvalidArgument, match="no such key; the keys are attention_strategy, block_size, ") as error:
         EngineConfig.from_dict({"model": "somewhere", field: 1})
     assert error.value.field == f"engine.{field}"
     with pytest.raises(

@@ -9,6 +9,7 @@ import torch
 from mtp_backend.cache import Span, build_layout
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models.config import YarnConfig
+from mtp_backend.ops import npu_cache_rules as cache_rules
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops import ops_for
 from mtp_backend.ops.npu_batch import attention_batch
@@ -132,6 +133,58 @@ BROKEN = [
         "atten_mask: got torch.float16",
     ),
 ]
+NORM = {
+    "x": torch.ones(2, 8, dtype=BF16),
+    "residual": torch.ones(2, 8, dtype=BF16),
+    "weight": torch.ones(8, dtype=BF16),
+}
+BROKEN += [
+    (rules.check_norm, NORM, {"residual": torch.ones(8, dtype=BF16)}, "x2: got (8,); allowed: the shape of x1, (2, 8)"),
+    (rules.check_norm, NORM, {"weight": torch.ones(2, dtype=BF16)}, "gamma: got (2,)"),
+    (rules.check_norm, NORM, {"weight": torch.ones(8)}, "gamma: got torch.float32"),
+    (rules.check_norm, NORM, {"x": torch.ones([1] * 9, dtype=BF16)}, "x1: got '9 dimensions'"),
+]
+WRITE = {
+    "kv": (1, 1, 3, 576),
+    "weight": (512,),
+    "cos": (1, 1, 3, 64),
+    "rope": (4, 16, 1, 64),
+    "latent": (4, 16, 1, 512),
+}
+WRITE = {name: torch.ones(shape, dtype=BF16) for name, shape in WRITE.items()} | {"index": torch.zeros(3, dtype=int)}
+BROKEN += [
+    (cache_rules.check_latent_write, WRITE, {name: tensor}, named)
+    for name, tensor, named in [
+        ("kv", torch.ones(1, 1, 3, 576), "kv: got torch.float32; allowed: float16 or bfloat16"),
+        ("cos", torch.ones(1, 1, 3, 64), "cos: got torch.float32; allowed: torch.bfloat16, as kv"),
+        ("kv", torch.ones(3, 1, 1, 576, dtype=BF16), "kv: got (3, 1, 1, 576)"),
+        ("kv", torch.ones(1, 1, 3, 192, dtype=BF16), "kv: got (1, 1, 3, 192)"),
+        ("weight", torch.ones(128, dtype=BF16), "gamma: got (128,)"),
+        ("cos", torch.ones(1, 1, 3, 32, dtype=BF16), "cos: got (1, 1, 3, 32)"),
+        ("index", torch.zeros(4, dtype=int), "index: got (4,)"),
+        ("index", torch.zeros(3, dtype=torch.int32), "index: got torch.int32; allowed: int64"),
+        ("rope", torch.ones(4, 16, 2, 64, dtype=BF16), "k_cache: got (4, 16, 2, 64)"),
+        ("latent", torch.ones(5, 16, 1, 512, dtype=BF16), "k_cache: got (4, 16, 1, 64)"),
+    ]
+]
+BROKEN += [
+    (
+        cache_rules.check_latent_write,
+        WRITE,
+        {"rope": torch.ones(4, 8, 1, 64, dtype=BF16), "latent": torch.ones(4, 8, 1, 512, dtype=BF16)},
+        "k_cache: got 'block_size 8'; allowed: a multiple of 16",
+    ),
+    (
+        cache_rules.check_latent_write,
+        WRITE | {"rope": torch.ones(1, 16, 1, 64, dtype=BF16), "latent": torch.ones(1, 16, 1, 512, dtype=BF16)},
+        {
+            "kv": torch.ones(1, 1, 17, 576, dtype=BF16),
+            "cos": torch.ones(1, 1, 17, 64, dtype=BF16),
+            "index": torch.zeros(17, dtype=int),
+        },
+        "k_cache: got '1 blocks'; allowed: at least 2 for 17 tokens",
+    ),
+]
 PAGING = {"block_table": TABLE, "kv_lens": [48, 7], "block_size": 16, "caches": {"key": cache()}, "width": 512}
 BROKEN += [
     (rules.check_paging, PAGING, {"block_table": TABLE.long()}, "block_table: got torch.int64; allowed: int32"),
@@ -153,9 +206,7 @@ def test_broken_rule(check, right, change, named):
     check(**right)
     with pytest.raises(InvalidArgument) as error:
         check(**right | change)
-    assert str(error.value).startswith(
-        ("npu_fused_infer_attention_score_v2: ", "npu_moe_", "npu_grouped_", "npu_rotary")
-    )
+    assert str(error.value).startswith("npu_")
     assert named in str(error.value)
 
 
@@ -167,6 +218,16 @@ def test_types_must_agree(wrong):
         rules.check_same_type("npu_rms_norm", input=x, gamma=x.to(wrong))
     with pytest.raises(InvalidArgument, match="npu_rms_norm: input: got torch.float64"):
         rules.check_same_type("npu_rms_norm", input=x.double(), gamma=x.double())
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [({}, True), ({"dtype": FP32}, False), ({"interleaved": False}, False), ({"latent": 256}, False)]
+    + [({"rope": 32}, False), ({"block_size": 8}, False), ({"block_size": 16}, True)],
+)
+def test_which_latents_one_operation_writes(change, fused):
+    sizes = {"dtype": BF16, "interleaved": True, "latent": 512, "rope": 64, "block_size": 128}
+    assert cache_rules.writes_latent(**sizes | change) == fused
 
 
 def network(**changes):
@@ -221,11 +282,12 @@ def test_without_torch_npu_the_error_says_what_to_install():
         ops_for("npu")
 
 
+@pytest.mark.parametrize("most_expanded", [0, rules.MOST_LATENT_ROWS])
 @pytest.mark.parametrize("most_rows", [rules.MOST_LATENT_ROWS, None])
-def test_random_batches_break_no_rule(most_rows):
+def test_random_batches_break_no_rule(most_rows, most_expanded):
     """And every query row sees exactly the keys up to its own position, in its own blocks."""
     draw = random.Random(5)
-    for _ in range(5000):
+    for _ in range(2500):
         block_size = draw.choice([16, 128])
         ids = iter(draw.sample(range(1000), 60))
         spans = []
@@ -236,8 +298,9 @@ def test_random_batches_break_no_rule(most_rows):
             table = [next(ids) for _ in range(-(-(start + length) // block_size) + spare)]
             spans.append(Span(table, start, length))
         layout = build_layout(spans, block_size, CPU)
-        batch = attention_batch(layout, most_rows)
+        batch = attention_batch(layout, most_rows, most_expanded)
         tokens = len(layout.positions)
+        assert batch.causal == any(span.length > max(most_expanded, 1) for span in spans)
         rules.check_batch(batch.query_ends, batch.kv_lens, tokens)
         if most_rows:
             rules.check_latent_rows(batch.query_ends)

@@ -22,7 +22,7 @@ KIND = "W8A8_DYNAMIC"
 
 @dataclass(frozen=True)
 class AscendInt8:
-    """int8 weights that become (weight − offset) · scale while loading.
+    """int8 weights that become (weight − offset) · scale while loading, or are kept (`kept_int8`).
 
     Attributes:
         description: name of the file that names the kinds.
@@ -51,6 +51,20 @@ class AscendInt8:
             file = checkpoint.path_of(name + OFFSET)
             raise CheckpointError(f"{file}: tensor {name + OFFSET!r} has a value that is not finite")
         dequantize_into(destination, checkpoint.tensor(name), scale, offset)
+
+    def keep(self, checkpoint: Checkpoint, name: str, destination: Tensor) -> None:
+        """Fills an int8 `destination` with a weight as it is; its scale is a tensor of its own.
+
+        Raises:
+            CheckpointError: bad scales, or an offset other than 0: no product of int8 weights takes one.
+        """
+        read_scale(checkpoint, name + SCALE)
+        if checkpoint.tensor(name + OFFSET).any():
+            raise CheckpointError(
+                f"{checkpoint.path_of(name + OFFSET)}: tensor {name + OFFSET!r} has values other than 0 (asymmetric "
+                "quantisation); allowed on an NPU, which multiplies int8 weights as they are: 0"
+            )
+        destination.copy_(checkpoint.tensor(name))
 
 
 def from_description(checkpoint: Checkpoint, file: str) -> AscendInt8:

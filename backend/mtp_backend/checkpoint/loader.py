@@ -60,7 +60,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     ]
     tensors = zeros([(parameter.shape, parameter.dtype) for _, _, parameter in places], device)
     for (child, name, _), tensor in zip(places, tensors, strict=True):
-        setattr(child, name, nn.Parameter(tensor))
+        setattr(child, name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
 
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str] = lambda name: name) -> None:
@@ -87,10 +87,13 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
     ):
         for own_name, destination in views:
             name = rename(own_name)
-            if checkpoint.stored(name)[0] == numbers.kind:
+            if destination.dtype == torch.int8:
+                numbers.keep(checkpoint, name, destination)
+            elif checkpoint.stored(name)[0] == numbers.kind:
                 numbers.dequantize(checkpoint, name, destination)
             else:
-                destination.copy_(checkpoint.tensor(name))
+                # Scales of kept weights are found with a second dimension of 1 too.
+                destination.copy_(checkpoint.tensor(name).view(destination.shape))
             progress.update(destination.nbytes)
     log.info("%s: %.2f GiB loaded in %.1f s", what, total / (1 << 30), time.monotonic() - started)
 

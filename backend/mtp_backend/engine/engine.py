@@ -33,6 +33,7 @@ from mtp_backend.graphs import (
     GraphTarget,
     graph_mode_for,
     make_buckets,
+    num_dummy_blocks,
     passes_for,
 )
 from mtp_backend.models import build_networks
@@ -93,7 +94,7 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
-        ops = ops_for(config.device)
+        ops = ops_for(config.device, config.attention_strategy)
         self.device = torch.device(config.device)
         self._verifier = Verifier(config.speculative, self.tokenizer, self.vocab_size)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -115,8 +116,10 @@ class Engine:
         self.pool = BlockPool(num_blocks, config.block_size)
         mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
         self._passes = passes
-        # Dummy requests of padded batches write a block behind those of the pool.
-        cache = KVCache(shapes, num_blocks + (mode is not None), config.block_size, dtype, self.device)
+        buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
+        # Dummy requests of padded batches write blocks behind those of the pool.
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if mode else 0
+        cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
             cache,
@@ -124,7 +127,7 @@ class Engine:
             self.device,
             passes,
             mode,
-            make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes),
+            buckets,
             max_blocks=-(-longest // config.block_size),
             dummy_block=num_blocks,
         )

@@ -1,6 +1,6 @@
 """Graphs of fixed shape for decoding: buckets, padding and the modes that compile or capture them."""
 
-from mtp_backend.graphs.buckets import Bucket, make_buckets
+from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.chain import DraftChain
 from mtp_backend.graphs.mode import GraphContext, GraphMode
 from mtp_backend.graphs.recorded import Passes, PlainPasses, RecordedPasses, passes_for
@@ -19,6 +19,7 @@ __all__ = [
     "TargetPass",
     "graph_mode_for",
     "make_buckets",
+    "num_dummy_blocks",
     "passes_for",
 ]
 

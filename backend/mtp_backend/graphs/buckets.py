@@ -38,7 +38,7 @@ class Bucket:
         """`num_requests` spans of `num_tokens` tokens that begin with `spans`; None if they do not fit.
 
         Args:
-            dummy_block: the block that the dummy requests write; it has room for 16 tokens.
+            dummy_block: the block that the dummy requests read; it has room for 16 tokens.
         """
         lengths = [span.length for span in spans]
         if len(spans) > self.num_sequences or max(lengths) > self.rows:
@@ -65,6 +65,11 @@ def make_buckets(max_num_seqs: int, rows: int, sizes: tuple[int, ...] | None) ->
     else:
         counts = {size // rows for size in sizes}
     return [Bucket(count, rows) for count in sorted(counts)]
+
+
+def num_dummy_blocks(buckets: list[Bucket], block_size: int) -> int:
+    """Blocks that have a slot for each token of the largest bucket."""
+    return -(-buckets[-1].num_tokens // block_size)
 
 
 def choose(buckets: list[Bucket], spans: list[Span], dummy_block: int) -> tuple[Bucket, list[Span]] | None:

@@ -54,7 +54,8 @@ class GraphContext:
         mode: how graphs are made; None without graphs.
         buckets: shapes of the target's pass and of the first draft pass, smallest first.
         max_blocks: blocks of the longest sequence.
-        dummy_block: block of the cache that no sequence holds.
+        dummy_block: first of the blocks of the cache that no sequence holds: `num_dummy_blocks`, with a slot for each
+            token of the largest bucket.
     """
 
     networks: Networks
@@ -74,4 +75,5 @@ class GraphContext:
 
     def static_batch(self, bucket: Bucket) -> StaticBatch:
         """Inputs of a bucket's graph."""
-        return StaticBatch(bucket, self.max_blocks, self.block_size, self.device, self.mode.tensor_lengths)
+        where = self.max_blocks, self.block_size, self.dummy_block
+        return StaticBatch(bucket, *where, self.device, self.mode.tensor_lengths)

@@ -15,6 +15,7 @@ class StaticBatch:
     """Tokens and layout of one pass over a padded batch.
 
     Args:
+        dummy_block: first of the blocks that dummy requests write.
         tensor_lengths: whether the layout has the lengths of sequences as tensors, else as lists.
 
     Attributes:
@@ -23,7 +24,13 @@ class StaticBatch:
     """
 
     def __init__(
-        self, bucket: Bucket, max_blocks: int, block_size: int, device: torch.device, tensor_lengths: bool
+        self,
+        bucket: Bucket,
+        max_blocks: int,
+        block_size: int,
+        dummy_block: int,
+        device: torch.device,
+        tensor_lengths: bool,
     ) -> None:
         tokens, requests = bucket.num_tokens, bucket.num_requests
         # One tensor, so that a batch is one copy.
@@ -32,6 +39,7 @@ class StaticBatch:
         self.tokens, self._positions, self._slots, self.last, *lengths, tables = self._packed.split(sizes)
         self._tables = tables.view(requests, max_blocks)
         self._block_size = block_size
+        self._dummy_slot = dummy_block * block_size
         self._tensor_lengths = tensor_lengths
         self._lengths: list[list[int]] | list[Tensor] = lengths if tensor_lengths else [[], []]
 
@@ -56,6 +64,9 @@ class StaticBatch:
         # A graph is built once: its operations do not check the lengths of later batches.
         check_batch(batch.query_ends, batch.kv_lens, len(self.tokens))
         check_latent_rows(batch.query_ends)
+        # The operation that writes a latent cache takes no slot twice. Nobody reads what dummies write.
+        dummies = batch.slots >= self._dummy_slot
+        batch.slots[dummies] = self._dummy_slot + torch.arange(int(dummies.sum()))
         tokens = torch.zeros(len(self.tokens), dtype=torch.int64)
         tokens[: len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
         last = torch.zeros(len(self.last), dtype=torch.int64)

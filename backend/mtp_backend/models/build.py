@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from mtp_backend.checkpoint import Checkpoint, allocate, check_tensors, checkpoint_views, load_weights
+from mtp_backend.checkpoint.kept_int8 import keep_int8, lay_out_int8
 from mtp_backend.checkpoint.loader import same_tensor
 from mtp_backend.checkpoint.mtp_layout import MTP_TYPE, RAW, ROTATION, SHARED, MtpLayout, find_mtp
 from mtp_backend.errors import CheckpointError
@@ -113,10 +115,9 @@ def build_networks(
     check_tensors(target, checkpoint)
     _check_all_read(checkpoint, config, target, own_mtp)
     mtp = [_plan_mtp(family, config, index, source, checkpoint, dtype, ops) for index in range(num_mtp)]
-    allocate(target, device)
-    load_weights(target, checkpoint)
+    _fill(target, checkpoint, device, ops)
     for index, module in enumerate(mtp):
-        _fill_mtp(module, index, source, target, device)
+        _fill_mtp(module, index, source, target, device, ops)
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, ops, config.yarn)
     return Networks(config, target, mtp, rotary)
 
@@ -175,9 +176,23 @@ def _plan_mtp(
     return mtp
 
 
-def _fill_mtp(mtp: MtpModule, index: int, source: MtpLayout, target: CausalLM, device: torch.device) -> None:
-    allocate(mtp, device)
-    load_weights(mtp, source.checkpoint, lambda own: source.name(index, own))
+def _fill(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    ops: Ops,
+    rename: Callable[[str], str] = lambda name: name,
+) -> None:
+    if ops.int8 is not None:
+        keep_int8(module, checkpoint, rename)
+    allocate(module, device)
+    load_weights(module, checkpoint, rename)
+    if ops.int8 is not None:
+        lay_out_int8(module, ops.int8)
+
+
+def _fill_mtp(mtp: MtpModule, index: int, source: MtpLayout, target: CausalLM, device: torch.device, ops: Ops) -> None:
+    _fill(mtp, source.checkpoint, device, ops, lambda own: source.name(index, own))
     if mtp.embed_tokens is None:
         mtp.embed_tokens = target.model.embed_tokens
     if mtp.shared_head.head is None:

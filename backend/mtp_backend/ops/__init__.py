@@ -3,16 +3,16 @@
 import logging
 
 from mtp_backend.errors import InvalidArgument
-from mtp_backend.ops.interface import BatchLayout, CacheShape, Ops
+from mtp_backend.ops.interface import BatchLayout, CacheShape, Int8Ops, Ops
 from mtp_backend.ops.reference import ReferenceOps
 
-__all__ = ["BatchLayout", "CacheShape", "Ops", "ReferenceOps", "ops_for"]
+__all__ = ["BatchLayout", "CacheShape", "Int8Ops", "Ops", "ReferenceOps", "ops_for"]
 
 log = logging.getLogger("mtp.ops")
 
 
-def ops_for(device: str) -> Ops:
-    """Returns the operations of a device; the configuration has checked its name.
+def ops_for(device: str, attention_strategy: str = "tnd") -> Ops:
+    """Returns the operations of a device; the configuration has checked both names.
 
     Raises:
         InvalidArgument: torch_npu or what it needs is not installed.
@@ -32,4 +32,4 @@ def ops_for(device: str) -> Ops:
         raise InvalidArgument(
             "device", device, f"cpu; npu needs CANN and `pip install torch_npu==2.13.0` ({error})"
         ) from error
-    return NpuOps()
+    return NpuOps(attention_strategy)

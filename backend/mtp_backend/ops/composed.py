@@ -6,9 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtp_backend.ops.interface import Int8Ops
+
 
 class ComposedOps:
     """The part of `Ops` that does not depend on the device; its subclass has the rest."""
+
+    int8: Int8Ops | None = None
 
     def rows(self, table: Tensor, indices: Tensor) -> Tensor:
         return F.embedding(indices, table)

@@ -47,7 +47,13 @@ class BatchLayout:
 
 
 class Ops(Protocol):
-    """One kind of device. All functions are pure except `write_cache` and `write_latent`."""
+    """One kind of device. All functions are pure except `write_cache` and `write_latent`.
+
+    Attributes:
+        int8: the products of int8 weights, on a device that has them; elsewhere such weights are dequantised.
+    """
+
+    int8: Int8Ops | None
 
     def rows(self, table: Tensor, indices: Tensor) -> Tensor:
         """The rows [T] of a table [N, width] → [T, width]."""
@@ -147,3 +153,29 @@ class Ops(Protocol):
 
     def swiglu(self, x: Tensor) -> Tensor:
         """silu(gate) · up for x [..., 2I] with the gate half first → [..., I]."""
+
+
+class Int8Ops(Protocol):
+    """Products of int8 weights (W8A8): the weight's value is int8 · scale of its row.
+
+    Rows that are multiplied with it are quantised to int8 too, each with a scale of its own: largest magnitude / 127.
+    Products are summed in int32, and the sum is multiplied by both scales.
+    """
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        """int8 weight [..., outputs, inputs] as the products below take it."""
+
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, inputs] · weightᵀ + bias → [T, outputs]; scale float32 [outputs]."""
+
+    def grouped_experts(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """`Ops.grouped_experts`; gate_up_scale float32 [E, 2I], down_scale [E, H] in the type of x."""

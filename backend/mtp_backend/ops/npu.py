@@ -7,16 +7,27 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from mtp_backend.ops import npu_cache_rules as cache_rules
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops.composed import ComposedOps
 from mtp_backend.ops.interface import BatchLayout
 from mtp_backend.ops.npu_batch import AttentionBatch, attention_batch
+from mtp_backend.ops.npu_int8 import NpuInt8
 
 
 class NpuOps(ComposedOps):
-    """Implements `Ops` with fused operations; their documented rules are checked before each call."""
+    """Implements `Ops` with fused operations; their documented rules are checked before each call.
 
-    def __init__(self) -> None:
+    Args:
+        attention_strategy: "tnd": the rows of a verify step are rows of one sequence, under a causal mask.
+            "batch_expansion": each row is a sequence with a length of its own in the same blocks, and has no mask.
+    """
+
+    int8 = NpuInt8()
+
+    def __init__(self, attention_strategy: str = "tnd") -> None:
+        # Sequences of more rows are pieces of prompts.
+        self._most_expanded = rules.MOST_LATENT_ROWS if attention_strategy == "batch_expansion" else 0
         # The attention takes the upper triangle of a fixed size for every causal batch.
         self._mask = torch.ones(rules.MASK_SHAPE, dtype=torch.bool).triu(1).to("npu")
         self._batch: tuple[BatchLayout | None, AttentionBatch | None] = None, None
@@ -24,6 +35,11 @@ class NpuOps(ComposedOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rules.check_same_type("npu_rms_norm", input=x, gamma=weight)
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        rules.check_norm(x, residual, weight)
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         size = 2 * cos.shape[1]
@@ -44,9 +60,34 @@ class NpuOps(ComposedOps):
         rules.check_same_type("npu_scatter_nd_update_", input=cache, updates=values)
         torch_npu.npu_scatter_nd_update_(cache.flatten(0, 1), slots[:, None], values)
 
+    def write_latent(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        slots: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+    ) -> None:
+        """Rope keys are stored with their pairs apart (x0, x2, …, x1, x3, …), as the fused operation writes them."""
+        sizes = latent.shape[-1], rope.shape[-1]
+        if cache_rules.writes_latent(x.dtype, interleaved, *sizes, latent.shape[1]):
+            cos, sin = (torch.cat([part, part], dim=-1).to(x.dtype)[None, None] for part in (cos, sin))
+            kv = x[None, None]
+            cache_rules.check_latent_write(kv, weight, cos, slots, rope, latent)
+            torch_npu.npu_kv_rmsnorm_rope_cache(kv, weight, cos, sin, slots, rope, latent, epsilon=eps, cache_mode="PA")
+            return
+        latents, keys = x[:, None].split(sizes, dim=-1)
+        self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
+        self.write_cache(rope, slots, _pairs_apart(self.rotary(keys, cos, sin, interleaved)))
+
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
     ) -> Tensor:
+        q_rope = _pairs_apart(q_rope)
         batch = self._attention_batch(layout, rules.MOST_LATENT_ROWS)
         heads = q_latent.shape[1]
         extra = rules.padded_heads(heads) - heads
@@ -121,7 +162,7 @@ class NpuOps(ComposedOps):
         if isinstance(layout.query_ends, Tensor):
             return attention_batch(layout, most_rows)  # a compiled pass keeps nothing outside itself
         if self._batch[0] is not layout:
-            batch = attention_batch(layout, most_rows)
+            batch = attention_batch(layout, most_rows, self._most_expanded)
             rules.check_batch(batch.query_ends, batch.kv_lens, len(layout.positions))
             if most_rows:
                 rules.check_latent_rows(batch.query_ends)
@@ -164,6 +205,11 @@ class NpuOps(ComposedOps):
             sparse_mode=sparse_mode,
             block_size=block_size,
         )[0]
+
+
+def _pairs_apart(x: Tensor) -> Tensor:
+    """x0, x1, x2, x3, … → x0, x2, …, x1, x3, …: done to queries and keys alike it changes no product of the two."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
 def _grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -27,13 +27,14 @@ class AttentionBatch:
     causal: bool
 
 
-def attention_batch(layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
+def attention_batch(layout: BatchLayout, most_rows: int | None, most_expanded: int = 0) -> AttentionBatch:
     """The arguments for a layout.
 
     Args:
         most_rows: query rows that the operation takes of a sequence; None for any number. A longer one, which is part
             of a prompt, enters as several sequences of that many rows. They share its block table, and each sees the
             keys up to its own last row.
+        most_expanded: sequences of no more rows than this enter as one for each row, in the same way.
     """
     tables = layout.block_tables.to(torch.int32)
     if isinstance(layout.query_ends, Tensor):
@@ -43,7 +44,8 @@ def attention_batch(layout: BatchLayout, most_rows: int | None) -> AttentionBatc
     query_ends, kv_lens, rows = [], [], []
     starts = [0, *layout.query_ends]
     for sequence, (start, end, keys) in enumerate(zip(starts, layout.query_ends, layout.kv_lens, strict=False)):
-        step = most_rows or max(end - start, 1)
+        length = end - start
+        step = 1 if length <= most_expanded else most_rows or length
         for piece_end in [*range(start + step, end, step), end]:
             query_ends.append(piece_end)
             kv_lens.append(keys - (end - piece_end))

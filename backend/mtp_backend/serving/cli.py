@@ -96,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--model-type", help="family of the checkpoint (found out from its config.json)")
     export.set_defaults(run=_export)
 
+    npu = commands.add_parser("npu", help="Ascend NPUs").add_subparsers(required=True)
+    doctor = npu.add_parser("doctor", help="show what this host has of what an NPU needs; exit code 1 if it lacks any")
+    doctor.add_argument("--graphs", type=Path, metavar="DIR", help="folder of graph dumps whose open sizes to list")
+    doctor.set_defaults(run=_doctor)
+
     install = commands.add_parser("install-server", help="lay out the backend directory and the server's launcher")
     install.add_argument("directory", type=Path, nargs="?", default=tritonserver.directory())
     install.set_defaults(run=_install)
@@ -173,6 +178,12 @@ def _export(arguments: argparse.Namespace) -> int:
     for name, size in export.files.items():
         print(f"{size:>16,} bytes  {name}")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mtp_backend.serving.npu_doctor import show
+
+    return show(arguments.graphs)
 
 
 def _install(arguments: argparse.Namespace) -> int:

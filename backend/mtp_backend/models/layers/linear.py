@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +11,40 @@ from torch import Tensor, nn
 from mtp_backend.ops import Ops
 
 
+class Matrix(nn.Module):
+    """A weight [outputs, inputs] of a checkpoint that the network takes apart itself."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+
 class Linear(nn.Module):
-    """x [T, inputs] → x · weightᵀ + bias, [T, outputs]. Computed, and given, in float32 if the weight is."""
+    """x [T, inputs] → x · weightᵀ + bias, [T, outputs]. Computed, and given, in float32 if the weight is.
+
+    With an int8 weight there is a `weight_scale` [outputs], see `checkpoint.kept_int8`.
+    """
+
+    int8_scales: ClassVar = {"weight": torch.float32}
 
     def __init__(
         self, inputs: int, outputs: int, ops: Ops, *, bias: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.register_parameter("weight_scale", None)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.weight, self.bias)
+        return product(self.ops, x, self.weight, self.weight_scale, self.bias)
+
+
+def product(ops: Ops, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """`Ops.linear`, or `Int8Ops.linear` for a weight with a scale."""
+    if scale is None:
+        return ops.linear(x, weight, bias)
+    return ops.int8.linear(x, weight, scale, bias)
 
 
 class MergedLinear(Linear):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.layers.decoder import Angles, LayerCache
-from mtp_backend.models.layers.linear import Linear, MergedLinear
+from mtp_backend.models.layers.linear import Linear, Matrix, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.models.layers.rotary import yarn_magnitude
 from mtp_backend.ops import BatchLayout, CacheShape, Ops
@@ -69,7 +69,7 @@ class MLAttention(nn.Module):
             self.q_proj = Linear(hidden, query_size, ops)
             self.kv_a_proj_with_mqa = Linear(hidden, kv_size, ops, bias=bias)
         self.kv_a_layernorm = RMSNorm(self.latent, 1e-6, ops)
-        self.kv_b_proj = Linear(self.latent, self.heads * (self.nope + self.value), ops)
+        self.kv_b_proj = Matrix(self.latent, self.heads * (self.nope + self.value))
         self.o_proj = Linear(self.heads * self.value, hidden, ops, bias=bias)
         self.scale = (self.nope + self.rope) ** -0.5
         if config.yarn is not None:

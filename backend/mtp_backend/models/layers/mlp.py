@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.layers.linear import product
 from mtp_backend.ops import Ops
 
 
 class MLP(nn.Module):
     """SwiGLU feed-forward, [T, H] → [T, H]; gate and up projections share one matrix."""
 
+    int8_scales: ClassVar = {"gate_up": torch.float32, "down": torch.float32}
+
     def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, intermediate_size))
+        self.register_parameter("gate_up_scale", None)
+        self.register_parameter("down_scale", None)
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.swiglu(self.ops.linear(x, self.gate_up)), self.down)
+        gate_up = product(self.ops, x, self.gate_up, self.gate_up_scale)
+        return product(self.ops, self.ops.swiglu(gate_up), self.down, self.down_scale)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's three matrices in the two that are kept."""
-        gate, up = self.gate_up.chunk(2)
-        yield "gate_proj.weight", gate
-        yield "up_proj.weight", up
-        yield "down_proj.weight", self.down
+        yield from _parts(self.gate_up, self.down, "weight")
+        if self.gate_up_scale is not None:
+            yield from _parts(self.gate_up_scale, self.down_scale, "weight_scale")
+
+
+def _parts(gate_up: Tensor, down: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
+    gate, up = gate_up.chunk(2)
+    yield f"gate_proj.{kind}", gate
+    yield f"up_proj.{kind}", up
+    yield f"down_proj.{kind}", down
 
 
 class Gate(nn.Module):
@@ -58,23 +71,32 @@ class Gate(nn.Module):
 class Experts(nn.Module):
     """The routed experts, stacked."""
 
+    # The Ascend operation that gives 16 bits takes scales of 16 bits.
+    int8_scales: ClassVar = {"gate_up": torch.float32, "down": None}
+
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
+        self.register_parameter("gate_up_scale", None)
+        self.register_parameter("down_scale", None)
         self.ops = ops
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.ops.grouped_experts(x, self.gate_up, self.down, ids, weights)
+        if self.gate_up_scale is None:
+            return self.ops.grouped_experts(x, self.gate_up, self.down, ids, weights)
+        scaled = self.gate_up, self.gate_up_scale, self.down, self.down_scale
+        return self.ops.int8.grouped_experts(x, *scaled, ids, weights)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """Three matrices per expert."""
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield f"{expert}.gate_proj.weight", gate
-            yield f"{expert}.up_proj.weight", up
-            yield f"{expert}.down_proj.weight", down
+        kinds = {"weight": (self.gate_up, self.down), "weight_scale": (self.gate_up_scale, self.down_scale)}
+        for kind, stacked in kinds.items():
+            if stacked[0] is not None:
+                for expert, (gate_up, down) in enumerate(zip(*stacked, strict=True)):
+                    for name, view in _parts(gate_up, down, kind):
+                        yield f"{expert}.{name}", view
 
 
 class MoE(nn.Module):

@@ -1,0 +1,64 @@
+"""Products of int8 weights on Ascend NPUs through torch_npu."""
+
+from __future__ import annotations
+
+import torch_npu
+from torch import Tensor
+
+from mtp_backend.ops import npu_int8_rules as rules
+from mtp_backend.ops.npu_rules import check_unpermute
+
+FRACTAL_NZ = 29  # aclFormat: matrices in tiles, as the matrix units read them
+
+
+class NpuInt8:
+    """Implements `Int8Ops`. Weights are laid out as [..., inputs, outputs] in tiles."""
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        return torch_npu.npu_format_cast(weight.mT.contiguous(), FRACTAL_NZ)
+
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        rules.check_linear(x, weight, scale, bias)
+        rows, row_scales = torch_npu.npu_dynamic_quant(x)
+        return torch_npu.npu_quant_matmul(
+            rows, weight, scale, pertoken_scale=row_scales, bias=bias, output_dtype=x.dtype
+        )
+
+    def grouped_experts(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        experts = len(gate_up)
+        rules.check_experts(x, gate_up, gate_up_scale, down, down_scale)
+        check_unpermute(ids.shape[1])
+        rows, places, counts, row_scales = torch_npu.npu_moe_init_routing_v2(
+            x,
+            ids,
+            active_num=ids.numel(),
+            expert_num=experts,
+            expert_tokens_num_type=1,  # counts
+            expert_tokens_num_flag=True,
+            quant_mode=1,  # int8, a scale for each row
+            active_expert_range=[0, experts],
+        )
+        rows, row_scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            rows, [gate_up], [gate_up_scale], row_scales, counts, group_list_type=1
+        )
+        [rows] = torch_npu.npu_grouped_matmul(
+            [rows],
+            [down],
+            scale=[down_scale],
+            per_token_scale=[row_scales],
+            group_list=counts,
+            group_list_type=1,
+            split_item=2,
+            group_type=0,
+            output_dtype=x.dtype,
+        )
+        return torch_npu.npu_moe_token_unpermute(rows, places, weights)

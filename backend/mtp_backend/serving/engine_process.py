@@ -100,6 +100,7 @@ class EngineProcess:
             if self._wake in ready:
                 self._resume()
             self._generations.expire()
+            self._sessions.expire_steps()
             pause = self._pause()
             if not pause:
                 self._step()

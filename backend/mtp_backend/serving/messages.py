@@ -48,7 +48,10 @@ class Generate(Message):
 
 
 class Step(Message):
-    """Verify and commit one step of a sequence. None: the client did not give the field."""
+    """Verify and commit one step of a sequence. None: the client did not give the field.
+
+    `priority`: of a START, lower goes first. `timeout`: seconds after which the request fails; None for never.
+    """
 
     request: int
     sequence: SequenceId
@@ -59,6 +62,8 @@ class Step(Message):
     step: int | None
     params: dict[str, Any] | None
     generated_ids: list[int] | None = None
+    priority: int = 0
+    timeout: float | None = None
 
 
 class Propose(Message):

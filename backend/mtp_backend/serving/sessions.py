@@ -8,7 +8,7 @@ import msgspec
 
 from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
-from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, NotFound, Unavailable
+from mtp_backend.errors import Cancelled, DeadlineExceeded, InvalidArgument, MtpError, NotFound, Unavailable
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving.messages import Asked, Failed, Propose, Proposed, SequenceId, Step
 from mtp_backend.serving.session import Address, Send, Session, goes_on
@@ -126,6 +126,22 @@ class Sessions:
         for key in [k for k, s in self._sessions.items() if s.running is not None and s.running[0] == address]:
             self._end(key)
 
+    def expire_steps(self) -> None:
+        """Answers the steps whose time is over.
+
+        One that only goes on is computed all the same, and may be asked for again; another ends its sequence.
+        """
+        now = self._clock()
+        for key in [key for key, session in self._sessions.items() if session.is_late(now)]:
+            session = self._sessions[key]
+            address, message = session.running
+            error = DeadlineExceeded(f"{message.timeout:g} s (timeout) have passed before step {session.next_step}")
+            if message.start or message.end or not goes_on(message):
+                self._end(key, error)
+            else:
+                session.running = None
+                self._fail(address, message.request, error)
+
     def expire(self) -> None:
         """Forgets the sequences that nobody has used for the configured time."""
         oldest = self._clock() - self._engine.config.sequence_ttl_seconds
@@ -150,6 +166,7 @@ class Sessions:
         sequence = self._engine.new_sequence(
             message.token_ids, params, paced=True, with_text=self._engine.tokenizer is not None
         )
+        sequence.priority = message.priority
         if message.generated_ids:
             self._engine.restore(sequence, message.generated_ids)
         if message.sequence in self._sessions:
@@ -186,9 +203,9 @@ class Sessions:
             self._catch_up(session, address, message)
         else:
             if session.is_ahead:
-                self._take_back(session)
+                session.take_back(self._engine)
             if message.token_ids:
-                self._append(session, message)
+                session.append(self._engine, message)
             if session.sequence.finish_reason:
                 self._answer(session, address, message, [], 0)
                 return
@@ -199,40 +216,19 @@ class Sessions:
     def _catch_up(self, session: Session, address: Address, message: Step) -> None:
         """Answers with the step that ran ahead, once it is computed."""
         if session.ahead is None:
-            session.running = (address, message)
+            session.wait(address, message, self._clock())
         else:
             output, session.ahead = session.ahead, None
             self._answer(session, address, message, output.token_ids, output.num_accepted)
-
-    def _take_back(self, session: Session) -> None:
-        """Returns to what the client was told last; a client that does this once will do it again."""
-        sequence = session.sequence
-        session.taken_back = True
-        session.ahead = None
-        self._engine.take_back(sequence, session.answer.sequence_length)
-        sequence.draft_ids, sequence.draft_probs = session.drafts
 
     def _propose(self, session: Session, address: Address, message: Propose) -> None:
         session.drafts = session.sequence.draft_ids, session.sequence.draft_probs
         self._send(address, Proposed(message.request, session.sequence.draft_ids))
 
-    def _append(self, session: Session, message: Step) -> None:
-        """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
-        sequence = session.sequence
-        text, held = sequence.text, (sequence.draft_ids, sequence.draft_probs)
-        try:
-            self._engine.set_drafts(sequence, message.draft_ids or [])
-            self._engine.append(sequence, message.token_ids)
-        except InvalidArgument:
-            sequence.draft_ids, sequence.draft_probs = held
-            raise
-        if text is not None:
-            session.held_back += text.take(final=True)
-
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()
         session.sequence.wants_drafts = session.asked and not message.end
-        session.running = (address, message)
+        session.wait(address, message, session.sequence.last_used)
         self._engine.add(session.sequence)
 
     def _join_running(self, session: Session, address: Address, message: Step, number: int) -> None:
@@ -241,7 +237,7 @@ class Sessions:
             raise InvalidArgument("step", number, f"{session.next_step} (it is running)")
         old_address, old = session.running
         self._fail(old_address, old.request, Cancelled(f"step {session.next_step} was asked for again"))
-        session.running = (address, message)
+        session.wait(address, message, self._clock())
 
     def _repeat(self, session: Session, address: Address, message: Step) -> None:
         self._send(address, msgspec.structs.replace(session.answer, request=message.request))

@@ -17,8 +17,6 @@ from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
 # Inputs of several texts; an empty one is none.
 TEXTS = ("stop_words", "bad_words")
-MAX_PRIORITY = 2**31 - 1
-MAX_TIMEOUT = 2**63 - 1
 # Parameters that Triton's own frontends add: names and beginnings of names.
 RESERVED, RESERVED_PREFIX = "id", "triton_"
 
@@ -127,11 +125,9 @@ class GenerateRole(Role):
         echo = "" if checks.boolean("exclude_input_in_output", exclude) else prompt
         start = checks.boolean("add_special_tokens", values.pop("add_special_tokens", True))
         log_probs = values.pop("return_log_probs", False)
-        priority = checks.integer("priority", values.pop("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+        priority = request_fields.take_priority(values)
         given_timeout = values.pop("timeout", None)
-        timeout = request.timeout() or given_timeout  # µs, as everywhere in Triton
-        if timeout is not None:
-            timeout = checks.integer("timeout", timeout, 1, MAX_TIMEOUT) / 1e6
+        timeout = request_fields.seconds(request.timeout() or given_timeout)
         SamplingParams.from_dict(values)
         token_ids = self.tokenize("text_input", prompt, start=start)
         return (

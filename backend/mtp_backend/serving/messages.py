@@ -36,7 +36,8 @@ class Bye(Message):
 class Generate(Message):
     """Generate a whole text.
 
-    `priority`: lower goes first. `timeout`: seconds after which the request fails; None for never.
+    `priority`: lower goes first. `timeout`: seconds after which the request fails; None for never. `traceparent`: the
+    W3C header of that name, for the request's span.
     """
 
     request: int
@@ -45,6 +46,7 @@ class Generate(Message):
     stream: bool
     priority: int = 0
     timeout: float | None = None
+    traceparent: str | None = None
 
 
 class Step(Message):
@@ -64,6 +66,7 @@ class Step(Message):
     generated_ids: list[int] | None = None
     priority: int = 0
     timeout: float | None = None
+    traceparent: str | None = None
 
 
 class Propose(Message):

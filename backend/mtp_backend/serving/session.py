@@ -25,6 +25,7 @@ class Session:
         epoch: number of the START that made it; tells whether main and draft mean the same sequence.
         answer: the last step's answer, which the same step number gets again; None before the first.
         running: the step that is being computed, with its address.
+        traced: takes what became of that step, for its span; None for no span.
         deadline: when that step's client is told that it took too long, in seconds of the clock; None for never.
         proposing: the draft request that is being computed.
         drafts: the drafts of the next step and their distributions; None until they are made.
@@ -40,6 +41,7 @@ class Session:
     epoch: int
     answer: Stepped | None = None
     running: tuple[Address, Step] | None = None
+    traced: Callable[[Stepped | str], None] | None = None
     deadline: float | None = None
     proposing: tuple[Address, Propose] | None = None
     drafts: tuple[list[int], list[Tensor]] | None = None

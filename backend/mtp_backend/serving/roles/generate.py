@@ -117,6 +117,7 @@ class GenerateRole(Role):
         }
         prompt = tensors.pop("text_input", "")  # this server lets a required input be left out
         parameters = self._request_parameters(request)
+        traceparent = triton_io.traceparent(parameters)
         below = parameters.pop("sampling_parameters", None)
         given = triton_io.json_object("sampling_parameters", tensors.pop("sampling_parameters", None) or below)
         values = request_fields.read([parameters, given or {}, tensors])
@@ -131,7 +132,7 @@ class GenerateRole(Role):
         SamplingParams.from_dict(values)
         token_ids = self.tokenize("text_input", prompt, start=start)
         return (
-            lambda number: Generate(number, token_ids, values, stream, priority, timeout),
+            lambda number: Generate(number, token_ids, values, stream, priority, timeout, traceparent),
             GenerateReply(request, echo, self.decode, self._batch, log_probs),
         )
 
@@ -139,7 +140,7 @@ class GenerateRole(Role):
         return [text for text in (triton_io.text(name, value) for value in values) if text]
 
     def _request_parameters(self, request: Any) -> dict[str, Any]:
-        values = json.loads(request.parameters() or "{}")
+        values = triton_io.parameters(request)
         return {
             name: value for name, value in values.items() if name != RESERVED and not name.startswith(RESERVED_PREFIX)
         }

@@ -60,9 +60,18 @@ class MainRole(Role):
         timeout = request_fields.seconds(request.timeout() or None)
         SamplingParams.from_dict(params or {})
 
-        def make(number: int) -> Step:
-            return Step(
-                number, sequence, start, end, token_ids, draft_ids, step, params, generated_ids, priority, timeout
-            )
-
-        return make, MainReply(request)
+        traceparent = triton_io.traceparent(triton_io.parameters(request))
+        asked = (
+            sequence,
+            start,
+            end,
+            token_ids,
+            draft_ids,
+            step,
+            params,
+            generated_ids,
+            priority,
+            timeout,
+            traceparent,
+        )
+        return lambda number: Step(number, *asked), MainReply(request)

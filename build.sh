@@ -65,7 +65,7 @@ setup() {
     say "environment in .venv ($("$python" --version))"
     make_venv "$python" "$venv"
     say "packages (torch is the largest)"
-    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test,grammar,plot]' -e 'client[gateway]'
+    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test,grammar,plot,tracing]' -e 'client[gateway]'
     # The server's package has a Python interface of its own, and xgrammar a GPU compiler, which are not used: leave
     # their requirements out.
     "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton xgrammar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ class EngineConfig:
             "batch_expansion", each as a sequence of its own. The result is the same.
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
+        otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
+            HTTP (http://127.0.0.1:4318/v1/traces); empty: no spans are made.
     """
 
     model: str
@@ -177,6 +180,7 @@ class EngineConfig:
     graph_capture_sizes: tuple[int, ...] | None = None
     attention_strategy: str = "tnd"
     num_threads: int | None = None
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative, dict):
@@ -203,6 +207,8 @@ class EngineConfig:
         checks.number("sequence_ttl_seconds", self.sequence_ttl_seconds, 0, 1e9, open_low=True)
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, 1)
+        if not isinstance(self.otlp_endpoint, str) or not re.fullmatch(r"(https?://\S+)?", self.otlp_endpoint):
+            raise InvalidArgument("otlp_endpoint", self.otlp_endpoint, "an http:// or https:// URL, or empty")
         # Every running sequence must be able to verify its drafts in the same batch, or decoding starves.
         checks.integer("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_drafts))
         self._check_graphs()

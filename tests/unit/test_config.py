@@ -21,6 +21,7 @@ WRONG = {
     "max_queue_size": (-1, 1.0, True, "1", None),
     "enable_prefix_caching": (1, 0, None, "true", [True]),
     "max_sequences": (*WRONG_INTEGERS, None),
+    "otlp_endpoint": (None, 4318, "127.0.0.1:4318", "ftp://a", "http://", "http://a b"),
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
     "graph_mode": ("npugraph", "inductor", "", 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
@@ -51,6 +52,7 @@ ALLOWED = {
     "device": "cpu, npu",
     "max_model_len": "≥ 2",
     "block_size": "1 … 1024",
+    "otlp_endpoint": "an http:// or https:// URL, or empty",
     "sequence_ttl_seconds": "(0, 1e+09]",
     "max_queue_size": "≥ 0",
     "enable_prefix_caching": "true or false",

@@ -150,8 +150,8 @@ class EngineConfig:
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
         graph_mode: how decoding batches run: "eager", operation by operation; on a CPU "recorded", the operations of a
-            pass again as they were performed when its shape was first met; on an NPU by graphs of fixed shape, which are
-            captured ("npugraph") or compiled ("torchair") once. None takes "recorded" where it can be, else "eager".
+            pass again as they were performed when its shape was first met; on an NPU by graphs of fixed shape, captured
+            ("npugraph") or compiled ("torchair") once. None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also

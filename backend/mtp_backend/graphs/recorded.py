@@ -51,8 +51,8 @@ class RecordedPasses:
     """Records the operations of a function when a shape is first met; the next batches of the shape are copied into the
     same tensors, and the operations performed in one parallel region, without Python, torch or new memory between them.
 
-    A shape is that of the inputs, the number of sequences, and the blocks of the longest rounded up to a power of two. No
-    batch is padded with tokens. Recorded functions read and write tensors of fixed address only, by native operations
+    A shape is that of the inputs, the number of sequences, and the blocks of the longest rounded up to a power of two.
+    No batch is padded with tokens. Recorded functions read and write tensors of fixed address only, by native operations
     only; any other fails by its name.
 
     Args:

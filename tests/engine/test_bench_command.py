@@ -6,9 +6,15 @@ import re
 import pytest
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.engine.measure import Bench
+from mtp_backend.serving import cli
 from mtp_backend.serving.bench import Load, batch_prompts
 from mtp_backend.serving.bench_table import best_drafts
 from mtp_backend.serving.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _this_process_stays(monkeypatch):
+    monkeypatch.setattr(cli, "start_again", lambda: None)
 
 
 def test_report(deepseek, tmp_path, capsys):

@@ -87,9 +87,9 @@ class Drafter(ABC):
         self._config = config
         self._modules = networks.mtp
         self._passes = passes
+        self._caches = cache.layers[-config.num_draft_layers :]
         self._functions = [
-            self._function(layer, networks.rotary, layer_cache)
-            for layer, layer_cache in enumerate(cache.layers[-config.num_draft_layers :])
+            self._function(layer, networks.rotary, layer_cache) for layer, layer_cache in enumerate(self._caches)
         ]
         self._block_size = block_size
         self._device = device

@@ -111,6 +111,25 @@ class Rendezvous:
             return time.time() - self._pid_file.stat().st_mtime
         return 0.0
 
+    def show_role_life(self) -> None:
+        """Called by a role about once a second."""
+        with suppress(FileNotFoundError):
+            self._role_file(os.getpid()).touch()
+
+    def role_life(self, pid: int) -> int | None:
+        """When a role has last shown life, in ns of the file system's clock; None if it never has."""
+        with suppress(FileNotFoundError):
+            return self._role_file(pid).stat().st_mtime_ns
+        return None
+
+    def forget_roles(self) -> None:
+        """Called when the roles have ended."""
+        for file in self.directory.glob("role-*"):
+            file.unlink(missing_ok=True)
+
+    def _role_file(self, pid: int) -> Path:
+        return self.directory / f"role-{pid}"
+
     def _start(self, config: Path, server_pid: int) -> int:
         self._pid_file.unlink(missing_ok=True)
         self._failure_file.unlink(missing_ok=True)

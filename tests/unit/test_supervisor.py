@@ -211,7 +211,7 @@ def is_alive(pid):
 
 def test_engine_that_hangs(supervised):
     """It is ended; the server stays, whose models start another."""
-    one = supervised("hang")
+    one = supervised("hang", hang_seconds=1)
     one.wait_for("the engine shows no sign of life")
     server, engine = one.pids()
     end = time.monotonic() + 30

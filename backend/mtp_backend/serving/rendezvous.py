@@ -105,11 +105,11 @@ class Rendezvous:
         with suppress(FileNotFoundError):
             os.utime(self._pid_file)
 
-    def seconds_silent(self) -> float:
-        """Time since the engine has shown life; 0 while there is none."""
+    def engine_life(self) -> int | None:
+        """When the engine has last shown life, in ns of the file system's clock; None while there is none."""
         with suppress(FileNotFoundError):
-            return time.time() - self._pid_file.stat().st_mtime
-        return 0.0
+            return self._pid_file.stat().st_mtime_ns
+        return None
 
     def show_role_life(self) -> None:
         """Called by a role about once a second."""

@@ -73,6 +73,7 @@ class Supervisor:
         self._regions = regions
         self._rendezvous = Rendezvous.of_server(os.getpid(), service.repository / "engine.json")
         Rendezvous.remove_abandoned()
+        self._engine_pulse = Pulse()
         self._num_signals = 0
         self._ended: dict[int, int] = {}  # exit codes of processes that were waited for
         self._watched: set[int] = set()  # the models' processes
@@ -201,7 +202,7 @@ class Supervisor:
         return Exit.CUT_OFF
 
     def _end_hanging_engine(self) -> None:
-        silent = self._rendezvous.seconds_silent()
+        silent = self._engine_pulse.seconds_silent(self._rendezvous.engine_life())
         pid = self._rendezvous.engine_pid()
         if pid is not None and silent > self._service.hang_seconds:
             log.error("the engine shows no sign of life since %.0f s and is ended", silent)

@@ -118,6 +118,20 @@ def test_killed(shared_server, alone, victim):
     assert len([path for path in regions_of(Path(record)) if Path(path).exists()]) == len(MODELS)
 
 
+def test_stopped(server_factory, alone):
+    """A process that hangs is as good as a dead one. The server itself is noticed by the models, which it does not
+    answer any more."""
+    with server_factory(options=["--hang-seconds", "5"]) as server:
+        right = alone(PROMPTS[0], **GREEDY).token_ids
+        for number, victim in enumerate(("main", "tritonserver"), start=1):
+            engine, pid = server.engine_pid(), server.stub_pid(victim) or server.triton_pid()
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda n=number: server.num_served() == n + 1, START_SECONDS, server.tail)
+            assert "shows no sign of life since" in server.log.read_text() and pid not in server.descendants()
+            assert server.engine_pid() == engine and answers(server) == (right, right)
+        server.note()
+
+
 def test_terminated(server_factory):
     """SIGTERM under load and with an open sequence: requests that run are finished, then all processes end."""
     with server_factory(options=["--drain-seconds", "300"]) as server:

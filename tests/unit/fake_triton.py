@@ -2,7 +2,7 @@
 
 Arguments: HTTP port, folder. The file `start` in it lists what each start does, a word a line: `serve` (also when
 there are no more lines), `fail`, `crash`, `refuse` (requests), `slow` (the first), `stay` (after SIGTERM), `busy` (and
-stay), `hang` (an engine below it that shows no life).
+stay), `hang` (an engine below it that shows no life), `stop` (the process below it shows life once and is stopped).
 """
 
 import mmap
@@ -35,9 +35,20 @@ os.utime(engine.directory / "engine.pid", (0, 0))
 print("announced", flush=True)
 time.sleep(600)
 """
-program = ENGINE if behaviour == "hang" else "import time; time.sleep(600)"
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from mtp_backend.serving.rendezvous import Rendezvous
+place = Rendezvous.of_server(int(os.environ["MTP_OWNER_PID"]), Path(sys.argv[1]) / "engine.json")
+place.directory.mkdir(exist_ok=True)
+place.show_role_life()
+print("shown", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+programs = {"hang": ENGINE, "stop": STOPPED}
+program = programs.get(behaviour, "import time; time.sleep(600)")
 stub = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE)
-if behaviour == "hang":
+if behaviour in programs:
     stub.stdout.readline()  # the real server is not ready before its engine
 name = f"triton_mtp_backend_shm_region_{uuid.uuid4()}"
 region = open(folder / "shm" / name, "w+b")

@@ -165,14 +165,14 @@ def test_abandoned_directories(tmp_path, monkeypatch):
 
 
 def test_signs_of_life(meeting):
-    assert meeting.seconds_silent() == 0
+    assert meeting.engine_life() is None
     meeting.show_life()  # while there is no engine: nothing happens
     meeting.directory.mkdir()
     meeting.announce()
     os.utime(meeting.directory / "engine.pid", (0, 0))
-    assert meeting.seconds_silent() > 1e6
+    assert meeting.engine_life() == 0
     meeting.show_life()
-    assert meeting.seconds_silent() < 3600
+    assert meeting.engine_life() > 1e18
 
 
 def test_failure_is_told_and_forgotten(meeting):
@@ -182,3 +182,18 @@ def test_failure_is_told_and_forgotten(meeting):
     assert meeting.failure() == "block_size: got 0; allowed: 1"
     meeting.clear_failure()
     assert meeting.failure() is None
+
+
+def test_life_of_roles(meeting):
+    """Told by process id; a role without a directory, while a server starts again, does not fail."""
+    meeting.show_role_life()
+    assert meeting.role_life(os.getpid()) is None
+    meeting.directory.mkdir()
+    meeting.show_role_life()
+    first = meeting.role_life(os.getpid())
+    assert first and meeting.role_life(1) is None
+    os.utime(meeting.directory / f"role-{os.getpid()}", (0, 0))
+    meeting.show_role_life()
+    assert meeting.role_life(os.getpid()) >= first
+    meeting.forget_roles()
+    assert meeting.role_life(os.getpid()) is None and meeting.directory.is_dir()

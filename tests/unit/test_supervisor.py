@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from mtp_backend.serving.processes import Pulse
 
 SUPERVISOR = """
 import logging, sys
@@ -25,8 +26,8 @@ regions = Regions(folder / "shm")
 for model in ("speculative", "generate"):
     (folder / model).mkdir(exist_ok=True)
 service = supervisor.Service(
-    [sys.executable, sys.argv[3], str(port), str(folder)], folder, "127.0.0.1", port, port, int(sys.argv[4]), 300,
-    questions(folder, True),
+    [sys.executable, sys.argv[3], str(port), str(folder)], folder, "127.0.0.1", port, port,
+    int(sys.argv[4]), int(sys.argv[5]), questions(folder, True),
 )
 sys.exit(supervisor.Supervisor(service, regions).run())
 """
@@ -34,7 +35,7 @@ FAKE = Path(__file__).parent / "fake_triton.py"
 
 
 class Supervised:
-    def __init__(self, folder, starts, drain_seconds):
+    def __init__(self, folder, starts, drain_seconds, hang_seconds):
         self.folder = folder
         (folder / "start").write_text("\n".join(starts))
         with socket.socket() as probe:
@@ -42,6 +43,7 @@ class Supervised:
             port = probe.getsockname()[1]
         self.output = open(folder / "output", "w")
         command = [sys.executable, "-c", SUPERVISOR, str(folder), str(port), str(FAKE), str(drain_seconds)]
+        command.append(str(hang_seconds))
         self.process = subprocess.Popen(command, stderr=self.output, env={**os.environ, "TMPDIR": str(folder)})
 
     def wait_for(self, text, times=1):
@@ -68,8 +70,8 @@ class Supervised:
 def supervised(tmp_path):
     made = []
 
-    def start(*starts, drain_seconds=30):
-        made.append(Supervised(tmp_path, starts, drain_seconds))
+    def start(*starts, drain_seconds=30, hang_seconds=300):
+        made.append(Supervised(tmp_path, starts, drain_seconds, hang_seconds))
         return made[-1]
 
     yield start
@@ -209,7 +211,7 @@ def is_alive(pid):
 
 def test_engine_that_hangs(supervised):
     """It is ended; the server stays, whose models start another."""
-    one = supervised("hang")
+    one = supervised("hang", hang_seconds=1)
     one.wait_for("the engine shows no sign of life")
     server, engine = one.pids()
     end = time.monotonic() + 30
@@ -220,6 +222,29 @@ def test_engine_that_hangs(supervised):
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(30) == 0
     one.check_nothing_left()
+
+
+def test_model_process_that_hangs(supervised):
+    """The server is started again without it, as if it had died; one that shows life, or never has, is left alone."""
+    one = supervised("stop", hang_seconds=1)
+    one.wait_for("ready")
+    stopped = one.pids()[1]
+    one.wait_for("ready", times=2)
+    assert f"a model's process, {stopped}, shows no sign of life since" in one.text()
+    assert not is_alive(stopped) and one.starts() == ["stop", "serve"]
+    time.sleep(2)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(30) == 0
+    assert one.text().count("shows no sign of life") == 1 and one.starts() == ["stop", "serve"]
+    one.check_nothing_left()
+
+
+def test_pulse():
+    """Only the time that the watching process was awake counts: a machine that stood still has hung as a whole."""
+    times = iter([0.0, 0.2, 0.4, 0.6, 900.0, 900.2, 900.4, 900.6])
+    pulse = Pulse(lambda: next(times))
+    silent = [pulse.seconds_silent(life) for life in (7, 7, 7, 7, 8, 8, None)]
+    assert silent == pytest.approx([0, 0.2, 0.4, 1.4, 0, 0.2, 0])
 
 
 def test_supervisor_killed(supervised):

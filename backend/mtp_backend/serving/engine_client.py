@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from mtp_backend.serving.rendezvous import Rendezvous
 
 log = logging.getLogger("mtp.client")
 CANCEL_POLL_SECONDS = 0.1
+LIFE_SECONDS = 1.0
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 10.0
 FRAMES_PER_ACKNOWLEDGEMENT = 8
@@ -221,10 +223,15 @@ class EngineClient:
     def _watch(self) -> None:
         """Tells the engine about requests that their clients have withdrawn, and passes its statistics on.
 
-        Both ask the server, which takes too long for the thread that the answers go through.
+        Both ask the server, which takes too long for the thread that the answers go through. Where the server does not
+        answer any more, this process shows no life either.
         """
         told: set[int] = set()
+        next_life = 0.0
         while not self._closing.wait(CANCEL_POLL_SECONDS):
+            if time.monotonic() >= next_life:
+                next_life = time.monotonic() + LIFE_SECONDS
+                self._rendezvous.show_role_life()
             with suppress(queue.Empty):
                 stats = self._stats.get_nowait()  # none come unless they are wanted
                 if stats is None:

@@ -8,12 +8,14 @@ import re
 import select
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 POLL_SECONDS = 0.02
+LONGEST_LOOK_SECONDS = 1.0
 
 
 def adopt_orphans() -> None:
@@ -58,6 +60,33 @@ def has_ended(pidfd: int) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
+
+
+class Pulse:
+    """How long a process has shown no life, as far as this one was awake to see it.
+
+    Where the whole machine stands still, or this process does, the time does not count.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked = clock()
+        self._last: int | None = None
+        self._silent = 0.0
+
+    def seconds_silent(self, life: int | None) -> float:
+        """Takes when the process has last shown life, None for never; is called several times a second.
+
+        A process that never has shown any is not expected to.
+        """
+        now = self._clock()
+        awake, self._looked = min(now - self._looked, LONGEST_LOOK_SECONDS), now
+        self._silent = 0.0 if life is None or life != self._last else self._silent + awake
+        self._last = life
+        return self._silent
 
 
 def end(pids: set[int], by: signal.Signals, seconds: float) -> set[int]:

@@ -105,11 +105,30 @@ class Rendezvous:
         with suppress(FileNotFoundError):
             os.utime(self._pid_file)
 
-    def seconds_silent(self) -> float:
-        """Time since the engine has shown life; 0 while there is none."""
+    def engine_life(self) -> int | None:
+        """When the engine has last shown life, in ns of the file system's clock; None while there is none."""
         with suppress(FileNotFoundError):
-            return time.time() - self._pid_file.stat().st_mtime
-        return 0.0
+            return self._pid_file.stat().st_mtime_ns
+        return None
+
+    def show_role_life(self) -> None:
+        """Called by a role about once a second."""
+        with suppress(FileNotFoundError):
+            self._role_file(os.getpid()).touch()
+
+    def role_life(self, pid: int) -> int | None:
+        """When a role has last shown life, in ns of the file system's clock; None if it never has."""
+        with suppress(FileNotFoundError):
+            return self._role_file(pid).stat().st_mtime_ns
+        return None
+
+    def forget_roles(self) -> None:
+        """Called when the roles have ended."""
+        for file in self.directory.glob("role-*"):
+            file.unlink(missing_ok=True)
+
+    def _role_file(self, pid: int) -> Path:
+        return self.directory / f"role-{pid}"
 
     def _start(self, config: Path, server_pid: int) -> int:
         self._pid_file.unlink(missing_ok=True)

@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=_seconds, default=30, help="how long requests may go on after SIGTERM (30)"
     )
     parser.add_argument(
-        "--hang-seconds", type=_seconds, default=300, help="an engine without a sign of life for this long ends (300)"
+        "--hang-seconds",
+        type=_seconds,
+        default=300,
+        help="a process that shows no sign of life for this long is ended (300)",
     )
     parser.set_defaults(run=run)
 

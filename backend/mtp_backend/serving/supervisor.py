@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mtp_backend.serving import canary, processes
 from mtp_backend.serving.canary import Canary, Questions
+from mtp_backend.serving.processes import Pulse
 from mtp_backend.serving.rendezvous import OWNER, Rendezvous
 from mtp_backend.serving.shared_memory import Regions
 
@@ -45,7 +46,8 @@ class Service:
         repository: the model repository.
         host: address of its HTTP and metrics ports.
         drain_seconds: how long requests that run may go on after SIGTERM.
-        hang_seconds: the engine is ended when its loop shows no sign of life for this long.
+        hang_seconds: the engine is ended when its loop shows no sign of life for this long, the server when a model's
+            process does not.
         questions: what it must have answered to be ready.
     """
 
@@ -62,8 +64,8 @@ class Service:
 class Supervisor:
     """Runs one service in processes below this one. For the main thread.
 
-    A server of which a process has died is ended and started again; the engine stays, if it is not what died, with its
-    weights. A dead engine is the roles' matter: they start it again.
+    A server of which a process has died or hangs is ended and started again; the engine stays, if it is not what died,
+    with its weights. A dead engine is the roles' matter: they start it again.
     """
 
     def __init__(self, service: Service, regions: Regions) -> None:
@@ -71,6 +73,7 @@ class Supervisor:
         self._regions = regions
         self._rendezvous = Rendezvous.of_server(os.getpid(), service.repository / "engine.json")
         Rendezvous.remove_abandoned()
+        self._engine_pulse = Pulse()
         self._num_signals = 0
         self._ended: dict[int, int] = {}  # exit codes of processes that were waited for
         self._watched: set[int] = set()  # the models' processes
@@ -154,6 +157,7 @@ class Supervisor:
     def _until_dead(self, server: int) -> str | None:
         """Watches the server. Returns what is wrong with it, None after a signal."""
         stubs: dict[int, int] = {}
+        pulses = {pid: Pulse() for pid in self._watched}
         try:
             for pid in self._watched:
                 stubs[os.pidfd_open(pid)] = pid
@@ -164,6 +168,10 @@ class Supervisor:
                 for pidfd, pid in stubs.items():
                     if processes.has_ended(pidfd):
                         return f"a model's process, {pid}, ended"
+                for pid, pulse in pulses.items():
+                    silent = pulse.seconds_silent(self._rendezvous.role_life(pid))
+                    if silent > self._service.hang_seconds:
+                        return f"a model's process, {pid}, shows no sign of life since {silent:.0f} s"
                 self._end_hanging_engine()
         except ProcessLookupError:
             return "a model's process ended"
@@ -194,7 +202,7 @@ class Supervisor:
         return Exit.CUT_OFF
 
     def _end_hanging_engine(self) -> None:
-        silent = self._rendezvous.seconds_silent()
+        silent = self._engine_pulse.seconds_silent(self._rendezvous.engine_life())
         pid = self._rendezvous.engine_pid()
         if pid is not None and silent > self._service.hang_seconds:
             log.error("the engine shows no sign of life since %.0f s and is ended", silent)
@@ -205,6 +213,7 @@ class Supervisor:
         engine = self._rendezvous.engine_pid()
         left = processes.end(processes.descendants(os.getpid()) - {engine}, signal.SIGKILL, KILL_SECONDS)
         self._ended.pop(server, None)
+        self._rendezvous.forget_roles()
         removed = 0 if left else self._regions.clear()
         log.info("ended the rest of the server and removed %d regions of shared memory", removed)
 

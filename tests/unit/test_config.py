@@ -25,6 +25,7 @@ WRONG = {
     "graph_mode": ("npugraph", "inductor", "", None, 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
+    "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {

@@ -107,9 +107,11 @@ class MoE(nn.Module):
         self.gate = Gate(config, ops)
         self.experts = Experts(config, ops)
         self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts, ops)
+        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+        routed, shared = self.ops.beside(x, lambda rows: self.experts(rows, *self.gate(rows)), self.shared_experts)
+        return routed + shared
 
 
 def feed_forward(config: ModelConfig, layer: int, ops: Ops) -> nn.Module:

@@ -65,7 +65,7 @@ setup() {
     say "environment in .venv ($("$python" --version))"
     make_venv "$python" "$venv"
     say "packages (torch is the largest)"
-    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test,grammar,plot]' -e 'client[gateway]'
+    "$venv/bin/pip" install --disable-pip-version-check -c constraints.txt -e '.[test,grammar,plot,tracing]' -e 'client[gateway]'
     # The server's package has a Python interface of its own, and xgrammar a GPU compiler, which are not used: leave
     # their requirements out.
     "$venv/bin/pip" install --disable-pip-version-check --no-deps -c constraints.txt nvidia-pytriton xgrammar
@@ -79,10 +79,10 @@ setup() {
 setup_npu() {
   local python wanted torch install
   python=$(find_python)
-  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/*.py tests/npu_host/*.c | sha256sum)
+  wanted=$(cat pyproject.toml constraints.txt build.sh tests/npu_host/*.py tests/npu_host/*.c* | sha256sum)
   [ "$(cat "$npu_venv/.installed" 2>/dev/null)" != "$wanted" ] || return 0
   say "environment of the emulated NPU in .venv-npu ($("$python" --version))"
-  command -v gcc >/dev/null && command -v readelf >/dev/null || fail "gcc and binutils are needed to emulate an NPU"
+  command -v g++ >/dev/null && command -v readelf >/dev/null || fail "gcc, g++ and binutils are needed to emulate an NPU"
   make_venv "$python" "$npu_venv"
   install=("$npu_venv/bin/pip" install --disable-pip-version-check -c constraints.txt)
   # torch_npu refuses a torch that is built for CUDA, so a build for the CPU is asked for first.

@@ -67,7 +67,7 @@ def main() -> None:
     print(f"level {native.level()}\ncontext rows batch |   µs  GB/s  GFLOP/s | reference µs  ratio")
     for context, rows, batch in BATCHES:
         layout, blocks = make_layout(context, rows, batch)
-        where = (layout.query_ends, layout.kv_lens, layout.block_tables)
+        where = (layout.lengths, layout.block_tables)
         tokens = rows * batch
         widths = (128, 128) if options.kv_heads else (512, 64)
         caches = [normal(blocks, BLOCK_SIZE, options.kv_heads or 1, width) for width in widths]

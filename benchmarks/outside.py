@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import mtp_backend
+from mtp_backend import _native as native
 from mtp_backend.engine.measure import Bench
 from torch.nn.modules import module
 
@@ -22,6 +23,7 @@ PARTS = {
     "/models/": "networks",
     "/ops/": "networks",
     "/cache/layout": "metadata",
+    "/graphs/": "metadata",
     "/cache/": "schedule",
     "/engine/scheduler": "schedule",
     "/engine/commit": "commit and text",
@@ -49,7 +51,7 @@ class Outside:
 
 
 class NetworkSeconds:
-    """Wall time inside the outermost calls of torch modules, while entered."""
+    """Wall time inside the outermost calls of torch modules and of recorded passes, while entered."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -61,11 +63,19 @@ class NetworkSeconds:
             module.register_module_forward_pre_hook(self._before),
             module.register_module_forward_hook(self._after),
         ]
+        self._run = native.Program.run
+        native.Program.run = self._timed_run
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        native.Program.run = self._run
         for hook in self._hooks:
             hook.remove()
+
+    def _timed_run(self, program: native.Program) -> None:
+        self._before()
+        self._run(program)
+        self._after()
 
     def _before(self, *_: Any) -> None:
         if not self._depth:
@@ -104,7 +114,7 @@ def _by_part(profiler: cProfile.Profile) -> Counter[str]:
 
 def _shares(function: tuple, functions: dict[tuple, tuple], seen: frozenset[tuple]) -> dict[str, float]:
     """Parts that a function works for, by the time that each of its callers spent in it."""
-    part = _part(function[0])
+    part = "networks" if "mtp_backend._native" in function[2] else _part(function[0])
     if part:
         return {part: 1.0}
     callers = {caller: entry[3] for caller, entry in functions[function][4].items() if caller not in seen}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ class SpeculativeConfig:
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
-GRAPH_MODES = {"cpu": {"eager"}, "npu": {"eager", "npugraph"}}
+GRAPH_MODES = {"cpu": {"eager", "recorded"}, "npu": {"eager", "npugraph", "torchair"}}
 # How a device can attend to the cache in a verify step.
 ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion"}}
 
@@ -148,8 +149,9 @@ class EngineConfig:
         enable_prefix_caching: texts that begin alike share what the cache holds of their common beginning.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
-        graph_mode: how decoding batches run: "eager", operation by operation; on an NPU also "npugraph", by graphs of
-            fixed shape that are captured once and replayed.
+        graph_mode: how decoding batches run: "eager", operation by operation; on a CPU "recorded", the operations of a
+            pass again as they were performed when its shape was first met; on an NPU by graphs of fixed shape, captured
+            ("npugraph") or compiled ("torchair") once. None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
@@ -157,6 +159,8 @@ class EngineConfig:
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
+        otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
+            HTTP (http://127.0.0.1:4318/v1/traces); empty: no spans are made.
     """
 
     model: str
@@ -173,11 +177,12 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_sequences: int = 256
     sequence_ttl_seconds: float = 300.0
-    graph_mode: str = "eager"
+    graph_mode: str | None = None
     graph_capture_sizes: tuple[int, ...] | None = None
     attention_strategy: str = "tnd"
     multistream_shared_expert: bool = False
     num_threads: int | None = None
+    otlp_endpoint: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative, dict):
@@ -204,29 +209,35 @@ class EngineConfig:
         checks.number("sequence_ttl_seconds", self.sequence_ttl_seconds, 0, 1e9, open_low=True)
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, 1)
+        if not isinstance(self.otlp_endpoint, str) or not re.fullmatch(r"(https?://\S+)?", self.otlp_endpoint):
+            raise InvalidArgument("otlp_endpoint", self.otlp_endpoint, "an http:// or https:// URL, or empty")
         # Every running sequence must be able to verify its drafts in the same batch, or decoding starves.
         checks.integer("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_drafts))
         checks.boolean("multistream_shared_expert", self.multistream_shared_expert)
         if self.multistream_shared_expert and self.device != "npu":
             raise InvalidArgument("multistream_shared_expert", True, f"false with device {self.device}")
+        if self.multistream_shared_expert and self.graph_mode == "torchair":
+            raise InvalidArgument("multistream_shared_expert", True, "false with graph_mode torchair")
         self._check_graphs()
 
     def _check_graphs(self) -> None:
-        checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        if self.graph_mode is not None:
+            checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        padded = self.graph_mode not in (None, "eager", "recorded")
         checks.choice("attention_strategy", self.attention_strategy, ATTENTION_STRATEGIES[self.device])
-        if self.graph_mode != "eager" and self.attention_strategy != "tnd":
+        if padded and self.attention_strategy != "tnd":
             allowed = f"tnd with graph_mode {self.graph_mode}: a graph's sequences stay as they are"
             raise InvalidArgument("attention_strategy", self.attention_strategy, allowed)
         speculative, sizes = self.speculative, self.graph_capture_sizes
-        if self.graph_mode != "eager" and speculative:
+        if padded and speculative:
             for name in ("num_speculative_tokens_per_batch_size", "adaptive_draft_length"):
                 if getattr(speculative, name):
                     allowed = f"nothing with graph_mode {self.graph_mode}: its graphs make all drafts"
                     raise InvalidArgument(f"speculative.{name}", getattr(speculative, name), allowed)
         if sizes is None:
             return
-        if self.graph_mode == "eager":
-            raise InvalidArgument("graph_capture_sizes", sizes, "null with graph_mode eager")
+        if not padded:
+            raise InvalidArgument("graph_capture_sizes", sizes, "null with graph_mode null, eager or recorded")
         if not isinstance(sizes, (list, tuple)) or not sizes:
             raise InvalidArgument("graph_capture_sizes", sizes, "a list of numbers of tokens, or null")
         rows, lowest = 1 + self.num_drafts, 1

@@ -52,15 +52,15 @@ void split_long_items(AttentionPlan& plan, std::int64_t threads) {
 
 }  // namespace
 
-AttentionPlan plan_attention(const Attention& job, const std::vector<std::int64_t>& query_ends,
-                             const std::vector<std::int64_t>& kv_lens, std::int64_t threads) {
+AttentionPlan plan_attention(const Attention& job, std::int64_t sequences, const std::int64_t* query_ends,
+                             const std::int64_t* kv_lens, std::int64_t threads) {
   AttentionPlan plan;
   std::int64_t row = 0;
-  for (std::size_t sequence = 0; sequence < query_ends.size(); ++sequence) {
+  for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
     std::int64_t end = query_ends[sequence], shift = kv_lens[sequence] - end;
     while (row < end) {
       AttentionItem item{};
-      item.sequence = std::int64_t(sequence), item.first_row = row, item.first_position = row + shift;
+      item.sequence = sequence, item.first_row = row, item.first_position = row + shift;
       item.selected = item.partial = -1;
       std::int64_t rows = job.selection ? 0 : end - row;
       // Rows that select all that they may see go together.

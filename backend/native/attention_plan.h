@@ -14,9 +14,9 @@ struct AttentionPlan {
   std::int64_t work = 0;              // multiply-adds
 };
 
-// For R sequences of cumulative query lengths and lengths of cached keys. Throws std::invalid_argument if a row selects
+// For sequences of cumulative query lengths and lengths of cached keys. Throws std::invalid_argument if a row selects
 // nothing.
-AttentionPlan plan_attention(const Attention& job, const std::vector<std::int64_t>& query_ends,
-                             const std::vector<std::int64_t>& kv_lens, std::int64_t threads);
+AttentionPlan plan_attention(const Attention& job, std::int64_t sequences, const std::int64_t* query_ends,
+                             const std::int64_t* kv_lens, std::int64_t threads);
 
 }  // namespace mtp

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <optional>
 
 #include "attention_plan.h"
@@ -13,8 +14,6 @@
 
 namespace mtp {
 namespace {
-
-using Lengths = std::vector<std::int64_t>;
 
 // Fewer multiply-adds than this for each thread are not worth waking one.
 constexpr std::int64_t WORK_FOR_A_THREAD = 1 << 21;
@@ -29,15 +28,48 @@ char* scratch(std::int64_t bytes) {
   return reinterpret_cast<char*>((address + LINE - 1) / LINE * LINE);
 }
 
-// Runs work(item, thread) for all items; a thread takes the next one when it is done with another.
-template <typename Work>
-void take_turns(std::int64_t items, std::int64_t threads, const Work& work) {
-  std::atomic<std::int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t thread = begin; thread < end; ++thread)
-      for (std::int64_t item; (item = next++) < items;) work(item, thread);
-  });
-}
+// One call of the attention. Its lengths and tables are read when it is performed.
+struct AttentionWork {
+  Attention job;
+  std::int64_t sequences;
+  const std::int64_t *query_ends, *kv_lens;
+  AttentionPlan plan;
+  std::int64_t threads, bytes;
+  char* memory;
+  float* partials;
+  std::atomic<std::int64_t> next;
+
+  std::int64_t prepare() {
+    threads = at::get_num_threads();
+    plan = plan_attention(job, sequences, query_ends, kv_lens, threads);
+    threads = std::clamp<std::int64_t>(plan.work / WORK_FOR_A_THREAD, 1, threads);
+    bytes = kernels().attention_memory(job);
+    memory = scratch<0>(bytes * threads);
+    std::int64_t partial_bytes = plan.partials * ATTENTION_QUERIES * partial_size(job.values.width) * sizeof(float);
+    partials = reinterpret_cast<float*>(scratch<1>(partial_bytes));
+    next = 0;
+    return threads;
+  }
+
+  // A thread takes the next item when it is done with another.
+  void attend(std::int64_t thread) {
+    for (std::size_t item; (item = next++) < plan.items.size();)
+      kernels().attend(job, plan.items[item], partials, memory + thread * bytes);
+  }
+
+  std::int64_t prepare_fold() {
+    next = 0;
+    return plan.folded.empty() ? 1 : threads;
+  }
+
+  void fold() {
+    std::int64_t items = std::int64_t(plan.folded.size()) * ATTENTION_QUERIES;
+    for (std::int64_t at; (at = next++) < items;) {
+      const AttentionItem& item = plan.folded[at / ATTENTION_QUERIES];
+      if (at % ATTENTION_QUERIES < item.queries) kernels().fold_partials(job, item, at % ATTENTION_QUERIES, partials);
+    }
+  }
+};
 
 Attention::Queries queries_of(const Tensor& query, const char* name) {
   check(query, name, at::kBFloat16, {-1, -1, -1});
@@ -50,12 +82,11 @@ Attention::Cache cache_of(const Tensor& cache, const char* name) {
 }
 
 // Every position that is to be read has a block of the cache.
-void check_layout(std::int64_t tokens, const Lengths& query_ends, const Lengths& kv_lens, const Tensor& tables,
-                  const Tensor& cache) {
+void check_layout(std::int64_t tokens, const Tensor& lengths, const Tensor& tables, const Tensor& cache) {
   check(tables, "block_tables", at::kLong, {-1, -1});
-  std::int64_t sequences = std::int64_t(query_ends.size()), blocks = cache.size(0), size = cache.size(1), end = 0;
-  TORCH_CHECK(std::int64_t(kv_lens.size()) == sequences, "kv_lens: ", kv_lens.size(), " values; allowed: ", sequences,
-              ", as query_ends has");
+  check(lengths, "lengths", at::kLong, {2, -1}, true);
+  std::int64_t sequences = lengths.size(1), blocks = cache.size(0), size = cache.size(1), end = 0;
+  const std::int64_t *query_ends = data<std::int64_t>(lengths), *kv_lens = query_ends + sequences;
   TORCH_CHECK(tables.size(0) >= sequences, "block_tables: ", tables.size(0), " rows; allowed: ", sequences, " or more");
   for (std::int64_t i = 0; i < sequences; ++i) {
     TORCH_CHECK(query_ends[i] >= end, "query_ends: ", query_ends[i], " after ", end, "; allowed: that or more");
@@ -70,37 +101,27 @@ void check_layout(std::int64_t tokens, const Lengths& query_ends, const Lengths&
   TORCH_CHECK(end == tokens, "query_ends: ", end, " at the end; allowed: ", tokens, ", the number of tokens");
 }
 
-Tensor attention(Attention& job, const Tensor& query, const Tensor& values, const Lengths& query_ends,
-                 const Lengths& kv_lens, const Tensor& block_tables, double scale) {
+Tensor attention(Attention& job, const Tensor& query, const Tensor& values, const Tensor& lengths,
+                 const Tensor& block_tables, double scale) {
   std::int64_t tokens = query.size(0);
   job.heads = query.size(1), job.kv_heads = values.size(2), job.scale = float(scale);
   TORCH_CHECK(job.kv_heads > 0 && job.heads % job.kv_heads == 0, "heads: ", job.heads, "; allowed: a multiple of ",
               job.kv_heads, ", those of the cache");
-  check_layout(tokens, query_ends, kv_lens, block_tables, values);
+  check_layout(tokens, lengths, block_tables, values);
   job.block_tables = data<std::int64_t>(block_tables), job.table_stride = block_tables.stride(0);
   job.block_size = values.size(1);
-  Tensor output = at::empty({tokens, job.heads, values.size(3)}, query.options());
+  Tensor output = new_tensor({tokens, job.heads, values.size(3)});
   job.output = data(output);
-  std::int64_t threads = at::get_num_threads();
-  AttentionPlan plan = plan_attention(job, query_ends, kv_lens, threads);
-  threads = std::clamp<std::int64_t>(plan.work / WORK_FOR_A_THREAD, 1, threads);
-  const Kernels& use = kernels();
-  std::int64_t bytes = use.attention_memory(job);
-  char* memory = scratch<0>(bytes * threads);
-  std::int64_t partial_bytes = plan.partials * ATTENTION_QUERIES * partial_size(job.values.width) * sizeof(float);
-  float* partials = reinterpret_cast<float*>(scratch<1>(partial_bytes));
-  take_turns(std::int64_t(plan.items.size()), threads, [&](std::int64_t item, std::int64_t thread) {
-    use.attend(job, plan.items[item], partials, memory + thread * bytes);
-  });
-  take_turns(std::int64_t(plan.folded.size()) * ATTENTION_QUERIES, threads, [&](std::int64_t at, std::int64_t) {
-    const AttentionItem& item = plan.folded[at / ATTENTION_QUERIES];
-    if (at % ATTENTION_QUERIES < item.queries) use.fold_partials(job, item, at % ATTENTION_QUERIES, partials);
-  });
+  auto work = std::make_shared<AttentionWork>();
+  work->job = job, work->sequences = lengths.size(1);
+  work->query_ends = data<std::int64_t>(lengths), work->kv_lens = work->query_ends + work->sequences;
+  perform({1, [work] { return work->prepare(); }, [work](std::int64_t thread, std::int64_t) { work->attend(thread); }});
+  perform({1, [work] { return work->prepare_fold(); }, [work](std::int64_t, std::int64_t) { work->fold(); }});
   return output;
 }
 
 Tensor mla_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latent, const Tensor& rope,
-                     const Lengths& query_ends, const Lengths& kv_lens, const Tensor& block_tables,
+                     const Tensor& lengths, const Tensor& block_tables,
                      const std::optional<Tensor>& selection, double scale) {
   Attention job{};
   job.parts = 2;
@@ -114,18 +135,18 @@ Tensor mla_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor&
     check(*selection, "selection", at::kInt, {tokens, -1}, true);
     job.selection = data<std::int32_t>(*selection), job.top_k = selection->size(1);
   }
-  return attention(job, q_latent, latent, query_ends, kv_lens, block_tables, scale);
+  return attention(job, q_latent, latent, lengths, block_tables, scale);
 }
 
-Tensor gqa_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Lengths& query_ends,
-                     const Lengths& kv_lens, const Tensor& block_tables, double scale) {
+Tensor gqa_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
+                     const Tensor& block_tables, double scale) {
   Attention job{};
   job.parts = 1;
   job.queries[0] = queries_of(query, "query");
   job.keys[0] = cache_of(key, "key"), job.values = cache_of(value, "value");
   check(value, "value", at::kBFloat16, key.sizes());
   check(query, "query", at::kBFloat16, {-1, -1, key.size(3)});
-  return attention(job, query, value, query_ends, kv_lens, block_tables, scale);
+  return attention(job, query, value, lengths, block_tables, scale);
 }
 
 }  // namespace
@@ -133,9 +154,9 @@ Tensor gqa_attention(const Tensor& query, const Tensor& key, const Tensor& value
 void bind_attention(pybind11::module_& module) {
   using pybind11::arg;
   module.def("mla_attention", &mla_attention, arg("q_latent"), arg("q_rope"), arg("latent"), arg("rope"),
-             arg("query_ends"), arg("kv_lens"), arg("block_tables"), arg("selection"), arg("scale"),
+             arg("lengths"), arg("block_tables"), arg("selection"), arg("scale"),
              "`Ops.mla_attention` in bfloat16, with the parts of the layout that it needs.");
-  module.def("gqa_attention", &gqa_attention, arg("query"), arg("key"), arg("value"), arg("query_ends"), arg("kv_lens"),
+  module.def("gqa_attention", &gqa_attention, arg("query"), arg("key"), arg("value"), arg("lengths"),
              arg("block_tables"), arg("scale"),
              "`Ops.gqa_attention` in bfloat16, with the parts of the layout that it needs.");
 }

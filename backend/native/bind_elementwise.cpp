@@ -1,6 +1,8 @@
 // Bindings of norms, rotation, SwiGLU and the cache.
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
+
 #include "bindings.h"
 #include "tensors.h"
 
@@ -92,6 +94,49 @@ Tensor swiglu(const Tensor& x) {
   return y;
 }
 
+// table[indices] for rows of any type.
+Tensor rows(const Tensor& table, const Tensor& indices) {
+  check(table, "table", table.scalar_type(), {-1, -1}, true);
+  check(indices, "indices", at::kLong, {-1}, true);
+  const std::int64_t* index = data<std::int64_t>(indices);
+  for (std::int64_t i = 0; i < indices.size(0); ++i)
+    TORCH_CHECK(0 <= index[i] && index[i] < table.size(0), "indices: ", index[i], "; allowed: 0 to ", table.size(0) - 1);
+  Tensor y = new_tensor({indices.size(0), table.size(1)}, table.scalar_type());
+  const char* from = data<char>(table);
+  char* to = data<char>(y);
+  std::int64_t count = indices.size(0), bytes = table.size(1) * std::int64_t(table.element_size());
+  perform({1, nullptr, [=](std::int64_t, std::int64_t) {
+             for (std::int64_t i = 0; i < count; ++i) std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
+           }});
+  return y;
+}
+
+Tensor add(const Tensor& x, const Tensor& other) {
+  check(x, "x", at::kBFloat16, {-1, -1}, true);
+  check(other, "other", at::kBFloat16, x.sizes(), true);
+  Tensor y = new_tensor(x.sizes());
+  Add job{data(x), data(other), x.size(1), data(y)};
+  share_out(x.size(0), y.numel() * 6, kernels().add_rows, job);
+  return y;
+}
+
+// Rows [T, A] and [T, B] side by side.
+Tensor join(const Tensor& first, const Tensor& second) {
+  check(first, "first", at::kBFloat16, {-1, -1}, true);
+  check(second, "second", at::kBFloat16, {first.size(0), -1}, true);
+  std::int64_t a = first.size(1), b = second.size(1), count = first.size(0);
+  Tensor y = new_tensor({count, a + b});
+  const bf16 *left = data(first), *right = data(second);
+  bf16* to = data(y);
+  perform({1, nullptr, [=](std::int64_t, std::int64_t) {
+             for (std::int64_t i = 0; i < count; ++i) {
+               std::memcpy(to + i * (a + b), left + i * a, a * sizeof(bf16));
+               std::memcpy(to + i * (a + b) + a, right + i * b, b * sizeof(bf16));
+             }
+           }});
+  return y;
+}
+
 }  // namespace
 
 void bind_elementwise(pybind11::module_& module) {
@@ -100,6 +145,9 @@ void bind_elementwise(pybind11::module_& module) {
   module.def("rotary", &rotary, "As `Ops.rotary`.");
   module.def("write_cache", &write_cache, "As `Ops.write_cache`.");
   module.def("write_latent", &write_latent, "As `Ops.write_latent`.");
+  module.def("rows", &rows, "As `Ops.rows`.");
+  module.def("add", &add, "As `Ops.add`, for rows [T, width].");
+  module.def("join", &join, "As `Ops.join`.");
   module.def("swiglu", &swiglu, "As `Ops.swiglu`, for rows [T, 2 · width].");
 }
 

@@ -83,6 +83,51 @@ std::tuple<Tensor, Tensor> select_experts(const Tensor& logits, const Tensor& bi
   return {ids, weights};
 }
 
+// One call of the routed experts. Which expert has which tokens is found out when it is performed.
+struct ExpertsWork {
+  Experts job;
+  const std::int64_t* ids;
+  std::int64_t num_experts, pairs;
+  std::vector<std::int64_t> starts, rows, active, order, place;
+
+  // Sorts by counting: the pairs of an expert stay in the order of tokens.
+  void sort() {
+    starts.assign(num_experts + 1, 0), rows.resize(num_experts), order.resize(pairs), place.resize(pairs);
+    active.clear();
+    for (std::int64_t i = 0; i < pairs; ++i) {
+      TORCH_CHECK(0 <= ids[i] && ids[i] < num_experts, "ids: ", ids[i], "; allowed: 0 to ", num_experts - 1);
+      ++starts[ids[i] + 1];
+    }
+    std::int64_t num_rows = 0;
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+      std::int64_t count = starts[expert + 1];
+      if (count) active.push_back(expert);
+      rows[expert] = num_rows, num_rows += packed_rows(count);
+      starts[expert + 1] += starts[expert];
+    }
+    std::vector<std::int64_t> next(starts.begin(), starts.end() - 1);
+    for (std::int64_t i = 0; i < pairs; ++i) place[i] = next[ids[i]]++, order[place[i]] = i;
+    job.num_active = std::int64_t(active.size()), job.active = active.data(), job.starts = starts.data();
+    job.rows = rows.data(), job.order = order.data(), job.place = place.data();
+  }
+
+  std::int64_t weight_bytes() const { return job.num_active * job.width * job.hidden * 2; }
+};
+
+// A phase of the experts: `count` tells its items and `bytes` its memory traffic once the pairs are sorted.
+template <typename Count, typename Bytes>
+void share_out_experts(std::shared_ptr<ExpertsWork> work, Count count, Bytes bytes,
+                       void (*kernel)(const Experts&, std::int64_t, std::int64_t), bool first = false) {
+  auto plan = [=] {
+    if (first) work->sort();
+    return std::min(std::max<std::int64_t>(bytes(*work) / BYTES_FOR_A_THREAD, 1), count(work->job));
+  };
+  perform({1, plan, [=](std::int64_t thread, std::int64_t threads) {
+             std::int64_t items = count(work->job);
+             kernel(work->job, items * thread / threads, items * (thread + 1) / threads);
+           }});
+}
+
 Tensor grouped_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
                        const Tensor& weights) {
   check(x, "x", at::kBFloat16, {-1, -1});
@@ -94,34 +139,27 @@ Tensor grouped_experts(const Tensor& x, const Tensor& gate_up, const Tensor& dow
   check(weights, "weights", at::kFloat, {tokens, top_k}, true);
   Tensor y = new_tensor({tokens, hidden});
   if (!y.numel()) return y;
-  // Sorted by counting: the pairs of an expert stay in the order of tokens.
-  std::vector<std::int64_t> starts(num_experts + 1), rows(num_experts), active, order(pairs), place(pairs);
-  const std::int64_t* expert_of = data<std::int64_t>(ids);
-  for (std::int64_t i = 0; i < pairs; ++i) {
-    TORCH_CHECK(0 <= expert_of[i] && expert_of[i] < num_experts, "ids: ", expert_of[i], "; allowed: 0 to ",
-                num_experts - 1);
-    ++starts[expert_of[i] + 1];
-  }
-  std::int64_t num_rows = 0;
-  for (std::int64_t expert = 0; expert < num_experts; ++expert) {
-    std::int64_t count = starts[expert + 1];
-    if (count) active.push_back(expert);
-    rows[expert] = num_rows, num_rows += packed_rows(count);
-    starts[expert + 1] += starts[expert];
-  }
-  std::vector<std::int64_t> next(starts.begin(), starts.end() - 1);
-  for (std::int64_t i = 0; i < pairs; ++i) place[i] = next[expert_of[i]]++, order[place[i]] = i;
+  // 17 rows and more of one expert are filled up, by 15 at most.
+  std::int64_t num_rows = pairs + 15 * std::min(num_experts, pairs / 17);
   Tensor packed = new_tensor({num_rows * packed_width(hidden)}), inner = new_tensor({pairs * width});
   Tensor packed_inner = new_tensor({num_rows * packed_width(width)}), results = new_tensor({pairs, hidden}, at::kFloat);
-  Experts job{data(x), x.stride(0), data(gate_up), data(down), data<float>(weights), tokens, top_k, hidden, width,
-              std::int64_t(active.size()), active.data(), starts.data(), rows.data(), order.data(), place.data(),
-              data(packed), data(inner), data(packed_inner), data<float>(results), data(y)};
-  std::int64_t weight_bytes = job.num_active * width * hidden * 2;
-  share_out(job.num_active, pairs * hidden * 2, kernels().experts_pack, job);
-  share_out(kernels().experts_up_items(job), 2 * weight_bytes, kernels().experts_up, job);
-  share_out(job.num_active, pairs * width * 2, kernels().experts_pack_inner, job);
-  share_out(kernels().experts_down_items(job), weight_bytes, kernels().experts_down, job);
-  share_out(tokens, pairs * hidden * 4, kernels().experts_sum, job);
+  auto work = std::make_shared<ExpertsWork>();
+  Experts& job = work->job;
+  job.x = data(x), job.x_stride = x.stride(0), job.gate_up = data(gate_up), job.down = data(down);
+  job.weights = data<float>(weights), job.tokens = tokens, job.top_k = top_k, job.hidden = hidden, job.width = width;
+  job.packed = data(packed), job.inner = data(inner), job.packed_inner = data(packed_inner);
+  job.results = data<float>(results), job.y = data(y);
+  work->ids = data<std::int64_t>(ids), work->num_experts = num_experts, work->pairs = pairs;
+  auto active = [](const Experts& all) { return all.num_active; };
+  const Kernels& use = kernels();
+  share_out_experts(work, active, [=](const ExpertsWork&) { return pairs * hidden * 2; }, use.experts_pack, true);
+  share_out_experts(work, use.experts_up_items, [](const ExpertsWork& all) { return 2 * all.weight_bytes(); },
+                    use.experts_up);
+  share_out_experts(work, active, [=](const ExpertsWork&) { return pairs * width * 2; }, use.experts_pack_inner);
+  share_out_experts(work, use.experts_down_items, [](const ExpertsWork& all) { return all.weight_bytes(); },
+                    use.experts_down);
+  share_out_experts(work, [](const Experts& all) { return all.tokens; },
+                    [=](const ExpertsWork&) { return pairs * hidden * 4; }, use.experts_sum);
   return y;
 }
 
@@ -143,6 +181,15 @@ PYBIND11_MODULE(_native, module) {
   module.def("head_linear", &head_linear, "x [T, N, K], weight [N, O, K] → [T, N, O]; weight dense along O or K.");
   module.def("select_experts", &select_experts, "As `Ops.select_experts`.");
   module.def("grouped_experts", &grouped_experts, "As `Ops.grouped_experts`.");
+  using Calls = py::call_guard<py::gil_scoped_release>;
+  py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool", "Memory of programs that run one at a time.")
+      .def(py::init<>())
+      .def_property_readonly("num_bytes", &Pool::num_bytes);
+  py::class_<Program>(module, "Program", "Operations that are performed again on the tensors that they had.")
+      .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool"))
+      .def("begin", &Program::begin, "From now on this thread's operations are recorded, as they are performed.")
+      .def("end", &Program::end, "Ends that.")
+      .def("run", &Program::run, Calls(), "Performs them all again; nothing they read or write may have been freed.");
   bind_elementwise(module);
   bind_attention(module);
 }

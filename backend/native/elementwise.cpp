@@ -91,6 +91,13 @@ void write_latent(const LatentCache& job, std::int64_t begin, std::int64_t end) 
   }
 }
 
+void add_rows(const Add& job, std::int64_t begin, std::int64_t end) {
+  stretches((end - begin) * job.width, [&](std::int64_t at, std::int64_t count) {
+    at += begin * job.width;
+    store_part(job.y + at, load_part(job.x + at, count) + load_part(job.other + at, count), count);
+  });
+}
+
 void swiglu_rows(const Swiglu& job, std::int64_t begin, std::int64_t end) {
   for (std::int64_t row = begin; row < end; ++row) {
     const bf16 *gate = job.x + row * job.x_stride, *up = gate + job.width;

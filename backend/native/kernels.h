@@ -93,6 +93,13 @@ struct LatentCache {
   bf16 *latent, *rope;
 };
 
+// y = x + other for rows of `width`.
+struct Add {
+  const bf16 *x, *other;
+  std::int64_t width;
+  bf16* y;
+};
+
 // silu(gate) · up of rows [gate, up].
 struct Swiglu {
   const bf16* x;
@@ -139,6 +146,7 @@ struct Experts {
   use(level, rotary, void, (const Rotary&, std::int64_t begin, std::int64_t end))          /* tokens */ \
   use(level, write_cache, void, (const WriteCache&, std::int64_t begin, std::int64_t end)) /* tokens */ \
   use(level, write_latent, void, (const LatentCache&, std::int64_t begin, std::int64_t end)) /* tokens */ \
+  use(level, add_rows, void, (const Add&, std::int64_t begin, std::int64_t end))             /* rows */ \
   use(level, swiglu_rows, void, (const Swiglu&, std::int64_t begin, std::int64_t end))       /* rows */ \
   use(level, route, void, (const Routing&, std::int64_t begin, std::int64_t end))          /* tokens */ \
   use(level, experts_pack, void, (const Experts&, std::int64_t begin, std::int64_t end))   /* active */ \

@@ -1,17 +1,14 @@
 // What the bindings share: checks of tensors by name, and sharing kernels out over torch's threads.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
 #include "kernels.h"
+#include "program.h"
 
 namespace mtp {
-
-using at::Tensor;
 
 // Fewer bytes than this for each thread are not worth waking one.
 constexpr std::int64_t BYTES_FOR_A_THREAD = 1 << 16;
@@ -20,9 +17,10 @@ constexpr std::int64_t BYTES_FOR_A_THREAD = 1 << 16;
 template <typename Job>
 void share_out(std::int64_t items, std::int64_t bytes, void (*kernel)(const Job&, std::int64_t, std::int64_t),
                const Job& job) {
-  std::int64_t threads = std::clamp<std::int64_t>(bytes / BYTES_FOR_A_THREAD, 1, at::get_num_threads());
-  at::parallel_for(0, items, (items + threads - 1) / threads,
-                   [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+  std::int64_t worth = std::clamp<std::int64_t>(bytes / BYTES_FOR_A_THREAD, 1, std::max<std::int64_t>(items, 1));
+  perform({worth, nullptr, [items, kernel, job](std::int64_t thread, std::int64_t threads) {
+             kernel(job, items * thread / threads, items * (thread + 1) / threads);
+           }});
 }
 
 // Sizes of −1 may be any. The last dimension's elements must lie next to each other, all of them if `dense`.
@@ -47,9 +45,5 @@ T* data(const Tensor& tensor) {
 inline Rows rows_of(const Tensor& x) {
   return {data(x), x.stride(0), x.stride(1), x.size(0), x.size(1), x.size(2)};
 }
-
-inline Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type) { return at::empty(shape, at::device(at::kCPU).dtype(type)); }
-
-inline Tensor new_tensor(at::IntArrayRef shape) { return new_tensor(shape, at::kBFloat16); }
 
 }  // namespace mtp

@@ -43,10 +43,13 @@ class AsyncClient:
         *,
         model: str = "generate",
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Generation:
         """See `Client.generate`. Cancelling the task cancels the request."""
-        inputs = tensors.generate_inputs(prompt, False, params, add_special_tokens=add_special_tokens)
+        options = tensors.generate_options(priority, deadline)
+        inputs = tensors.generate_inputs(prompt, False, params, options, add_special_tokens=add_special_tokens)
         return tensors.read_generation(await self._transport.generate(model, inputs))
 
     def stream(
@@ -55,6 +58,8 @@ class AsyncClient:
         *,
         model: str = "generate",
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.stream`.
@@ -62,7 +67,8 @@ class AsyncClient:
         Leaving an `async for` early does not close its iterator: use `contextlib.aclosing`, or
         call `aclose()`, to cancel the request at once.
         """
-        inputs = tensors.generate_inputs(prompt, True, params, add_special_tokens=add_special_tokens)
+        options = tensors.generate_options(priority, deadline)
+        inputs = tensors.generate_inputs(prompt, True, params, options, add_special_tokens=add_special_tokens)
 
         async def chunks() -> AsyncGenerator[Chunk, None]:
             async with aclosing(self._transport.stream(model, inputs)) as answers:
@@ -82,11 +88,15 @@ class AsyncClient:
         *,
         variables: Mapping[str, Any] | None = None,
         model: str = "generate",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Generation:
         """See `Client.chat`."""
         prompt = chat.prompt(self._template, messages, variables)
-        return await self.generate(prompt, model=model, add_special_tokens=False, **params)
+        return await self.generate(
+            prompt, model=model, add_special_tokens=False, priority=priority, deadline=deadline, **params
+        )
 
     def stream_chat(
         self,
@@ -94,11 +104,15 @@ class AsyncClient:
         *,
         variables: Mapping[str, Any] | None = None,
         model: str = "generate",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.stream_chat`, and `stream` for leaving it early."""
         prompt = chat.prompt(self._template, messages, variables)
-        return self.stream(prompt, model=model, add_special_tokens=False, **params)
+        return self.stream(
+            prompt, model=model, add_special_tokens=False, priority=priority, deadline=deadline, **params
+        )
 
     def sequence(
         self,
@@ -107,10 +121,12 @@ class AsyncClient:
         sequence_id: int | str | None = None,
         draft: Drafter | None = None,
         model: str = "speculative",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> AsyncSequence:
         """See `Client.sequence`."""
-        state = SequenceState(model, prompt, sequence_id, draft, params)
+        state = SequenceState(model, prompt, sequence_id, draft, params, priority, deadline)
         return AsyncSequence(self._transport, state, self._timeout)
 
     async def is_ready(self, model: str | None = None) -> bool:

@@ -46,6 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--min-p", type=float)
     sampling.add_argument("--seed", type=int)
     sampling.add_argument("--stop", action="append", help="stop string; may be given several times")
+    sampling.add_argument("--priority", type=int, default=0, help="lower goes first")
+    sampling.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="for a text, or for each step of a sequence; then it fails"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", default=None)
 
     parser = argparse.ArgumentParser("mtp-client", description="Client of mtp_backend.", epilog=_EXIT_CODES)
@@ -95,7 +99,18 @@ def _connected(command: Callable[[Client, argparse.Namespace], int]) -> Callable
 
 
 def _request(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "ignore_eos",
+        "priority",
+        "deadline",
+    )
     request = {name: getattr(args, name) for name in names}
     return request | ({"model": args.model} if args.model else {})
 

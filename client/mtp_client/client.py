@@ -48,14 +48,19 @@ class Client:
         *,
         model: str = "generate",
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Generation:
         """Generates the whole answer.
 
         `add_special_tokens`: False for a prompt that holds the tokens a text starts with, as a
-        rendered chat template does. Raises MtpError; TypeError for an unknown parameter.
+        rendered chat template does. `priority`: lower goes first. `deadline`: seconds after which
+        the server ends the request with DeadlineExceeded; None leaves it to the client's timeout.
+        Raises MtpError; TypeError for an unknown parameter.
         """
-        inputs = tensors.generate_inputs(prompt, False, params, add_special_tokens=add_special_tokens)
+        options = tensors.generate_options(priority, deadline)
+        inputs = tensors.generate_inputs(prompt, False, params, options, add_special_tokens=add_special_tokens)
         return tensors.read_generation(self._transport.generate(model, inputs))
 
     def stream(
@@ -64,13 +69,16 @@ class Client:
         *,
         model: str = "generate",
         add_special_tokens: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Generator[Chunk, None, None]:
         """Yields the answer as it is made. Closing the iterator cancels the request.
 
         Nothing is sent before the first chunk is asked for. Raises as `generate`.
         """
-        inputs = tensors.generate_inputs(prompt, True, params, add_special_tokens=add_special_tokens)
+        options = tensors.generate_options(priority, deadline)
+        inputs = tensors.generate_inputs(prompt, True, params, options, add_special_tokens=add_special_tokens)
 
         def chunks() -> Generator[Chunk, None, None]:
             with closing(self._transport.stream(model, inputs)) as answers:
@@ -90,6 +98,8 @@ class Client:
         *,
         variables: Mapping[str, Any] | None = None,
         model: str = "generate",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Generation:
         """Generates the next message of a chat, with the checkpoint's own template.
@@ -99,7 +109,9 @@ class Client:
         template, and for messages that it refuses.
         """
         prompt = chat.prompt(self._template, messages, variables)
-        return self.generate(prompt, model=model, add_special_tokens=False, **params)
+        return self.generate(
+            prompt, model=model, add_special_tokens=False, priority=priority, deadline=deadline, **params
+        )
 
     def stream_chat(
         self,
@@ -107,11 +119,15 @@ class Client:
         *,
         variables: Mapping[str, Any] | None = None,
         model: str = "generate",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Generator[Chunk, None, None]:
         """Yields the next message of a chat as it is made. See `chat` and `stream`."""
         prompt = chat.prompt(self._template, messages, variables)
-        return self.stream(prompt, model=model, add_special_tokens=False, **params)
+        return self.stream(
+            prompt, model=model, add_special_tokens=False, priority=priority, deadline=deadline, **params
+        )
 
     def sequence(
         self,
@@ -120,15 +136,19 @@ class Client:
         sequence_id: int | str | None = None,
         draft: Drafter | None = None,
         model: str = "speculative",
+        priority: int = 0,
+        deadline: float | None = None,
         **params: Unpack[SamplingParams],
     ) -> Sequence:
         """A sequence that the caller steps through; use it as a context manager.
 
         `prompt`: text or token ids. `sequence_id`: random by default; must be unique on the
-        server. `draft`: called before each step but the first, see `Drafter`.
+        server. `draft`: called before each step but the first, see `Drafter`. `priority`: lower
+        goes first. `deadline`: seconds for each step; one that takes longer raises
+        DeadlineExceeded, and `step()` then asks for it again.
         Nothing is sent before the first step.
         """
-        state = SequenceState(model, prompt, sequence_id, draft, params)
+        state = SequenceState(model, prompt, sequence_id, draft, params, priority, deadline)
         return Sequence(self._transport, state, self._timeout)
 
     def is_ready(self, model: str | None = None) -> bool:

@@ -48,7 +48,7 @@ class ServerError(MtpError):
 _BY_MESSAGE: tuple[tuple[str, type[MtpError]], ...] = (
     ("must specify the start flag on the first request", SequenceLost),
     ("sequence lost", SequenceLost),
-    ("timeout of the corresponding sequence has been expired", Unavailable),
+    ("timeout of the corresponding sequence has been expired", DeadlineExceeded),  # while it waited for a place
     ("exceeds maximum queue size", Unavailable),
     ("is not healthy", Unavailable),
     ("is not ready", Unavailable),
@@ -71,7 +71,7 @@ _BY_CODE: dict[str, type[MtpError]] = {
     "504": DeadlineExceeded,
 }
 
-_CODE_IN_MESSAGE = re.compile(r"^\W*(?:StatusCode\.)?([A-Z_]+)\b")
+_CODE_IN_MESSAGE = re.compile(r"^(?:in ensemble '[^']*', )?\W*(?:StatusCode\.)?([A-Z_]+)\b")
 
 
 def make_error(message: str, code: str | None = None) -> MtpError:

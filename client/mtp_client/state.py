@@ -31,6 +31,8 @@ class SequenceState:
         sequence_id: int | str | None,
         draft: Drafter | None,
         params: Mapping[str, Any],
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
         self.sequence_id = _checked_id(sequence_id)
         self.steps: list[Step] = []
@@ -43,7 +45,8 @@ class SequenceState:
         self._first = 0  # step that was the last START
         params = _seeded(params)
         self.seed: int | None = params.get("seed")
-        self._sampling = tensors.sampling_json(params)
+        self._sampling = tensors.sampling_json(params, tensors.priority_option(priority))
+        self._deadline_us = None if deadline is None else tensors.microseconds(deadline)
         self._draft = draft
         self._pending: SequenceRequest | None = None
         self._repeated = False
@@ -77,7 +80,7 @@ class SequenceState:
         if draft_ids is None and self._draft is not None:
             draft_ids = self._draft(list(self.token_ids))
         inputs = tensors.sequence_inputs(number - self._first, input_ids=input_ids, text=text, draft_ids=draft_ids)
-        self._pending = SequenceRequest(self._model, self.sequence_id, inputs)
+        self._pending = SequenceRequest(self._model, self.sequence_id, inputs, deadline_us=self._deadline_us)
         return self._pending
 
     def accept(self, outputs: tensors.Outputs) -> Step:
@@ -104,7 +107,9 @@ class SequenceState:
         if isinstance(error, InvalidArgument):
             self._lost = self._pending.start and bool(self.steps)
             self._pending = None
-        repeat = isinstance(error, (Unavailable, DeadlineExceeded)) and not self._repeated
+        # A caller who has set a deadline wants to know that it has passed.
+        passing = Unavailable if self._deadline_us is not None else (Unavailable, DeadlineExceeded)
+        repeat = isinstance(error, passing) and not self._repeated
         self._repeated = True
         return self._pending if repeat else None
 
@@ -122,7 +127,7 @@ class SequenceState:
         inputs = tensors.sequence_inputs(
             0, **given, draft_ids=draft_ids, generated_ids=generated, sampling=self._sampling
         )
-        return SequenceRequest(self._model, self.sequence_id, inputs, start=True)
+        return SequenceRequest(self._model, self.sequence_id, inputs, start=True, deadline_us=self._deadline_us)
 
     def _replay(self, lost: SequenceRequest) -> SequenceRequest | None:
         """The START that takes the place of a lost request: its answer is the step asked for, without drafts."""

@@ -7,12 +7,14 @@ one ([1, n]).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from mtp_client.errors import ServerError
+from mtp_client.errors import InvalidArgument, ServerError
 from mtp_client.types import Chunk, Generation, SamplingParams, Step
 
 # Numpy arrays (gRPC, binary HTTP) or JSON scalars and lists (generate over HTTP).
@@ -29,8 +31,10 @@ def ids(values: Iterable[int]) -> np.ndarray:
     return np.asarray(list(values), dtype=np.int64).reshape(1, -1)
 
 
-def sampling_json(params: Mapping[str, Any]) -> str | None:
+def sampling_json(params: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})) -> str | None:
     """The `sampling_parameters` JSON, or None when nothing is set. None values are left out.
+
+    `options`: what else the JSON is to hold.
 
     Raises TypeError naming an argument that is no sampling parameter.
     """
@@ -38,18 +42,43 @@ def sampling_json(params: Mapping[str, Any]) -> str | None:
     for name in params:
         if name not in known:
             raise TypeError(f"unknown sampling parameter {name!r}; known: {', '.join(known)}")
-    given = {name: value for name, value in params.items() if value is not None}
+    given = {name: value for name, value in {**params, **options}.items() if value is not None}
     return json.dumps(given, ensure_ascii=False) if given else None
 
 
+def priority_option(priority: int) -> dict[str, Any]:
+    """`priority` in the words of the server, which takes 0 where it is left out."""
+    return {"priority": priority} if priority else {}
+
+
+def generate_options(priority: int, deadline: float | None) -> dict[str, Any]:
+    """What `generate` takes beside sampling parameters: `priority`, and `timeout` in µs.
+
+    Raises InvalidArgument: no positive deadline.
+    """
+    return priority_option(priority) | ({} if deadline is None else {"timeout": microseconds(deadline)})
+
+
+def microseconds(deadline: float) -> int:
+    """A deadline in seconds in µs, 1 at least. Raises InvalidArgument: it is not positive."""
+    if not 0 < deadline < math.inf:
+        raise InvalidArgument(f"deadline: value {deadline!r}; allowed: more than 0 s, or None")
+    return max(1, int(deadline * 1e6))
+
+
 def generate_inputs(
-    prompt: str, stream: bool, params: Mapping[str, Any], *, add_special_tokens: bool = True
+    prompt: str,
+    stream: bool,
+    params: Mapping[str, Any],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    add_special_tokens: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Inputs of the `generate` model, shape [1] each."""
+    """Inputs of the `generate` model, shape [1] each. `options`: see `sampling_json`."""
     inputs = {"text_input": string(prompt, shape=(1,)), "stream": np.array([stream])}
     if not add_special_tokens:
         inputs["add_special_tokens"] = np.array([False])
-    if sampling := sampling_json(params):
+    if sampling := sampling_json(params, options):
         inputs["sampling_parameters"] = string(sampling, shape=(1,))
     return inputs
 

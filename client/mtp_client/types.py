@@ -118,10 +118,14 @@ class Step:
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """One request of a sequence, ready for any transport. Shapes of `inputs`: [1, n]."""
+    """One request of a sequence, ready for any transport. Shapes of `inputs`: [1, n].
+
+    `deadline_us`: µs that the server has for it; None leaves them to the transport's timeout.
+    """
 
     model: str
     sequence_id: int | str
     inputs: dict[str, np.ndarray] = field(repr=False)
     start: bool = False
     end: bool = False
+    deadline_us: int | None = None

@@ -7,6 +7,7 @@ import pytest
 from mtp_backend import SamplingParams
 from mtp_backend.serving.generations import Generations
 from mtp_backend.serving.messages import Failed, Generate, Generated, Step
+from mtp_backend.serving.request_times import Work
 from mtp_backend.serving.sessions import Sessions
 
 ROLE = b"role"
@@ -36,8 +37,9 @@ class Server:
     def step(self):
         self.now += 1.0
         self.generations.expire()
+        before = Work.of(self.engine.totals)
         outputs = self.engine.step()
-        self.generations.stepped(self.now)
+        self.generations.stepped(self.now, before)
         for output in outputs:
             self.generations.deliver(output)
 

@@ -327,9 +327,7 @@ def test_drafts_asked_for_and_then_removed(deepseek, make_llm, paced, prompt_of)
 
 def test_decoding_goes_on_under_long_prompts(deepseek, make_llm, prompt_of):
     """Every step gives every decoding sequence its token, also when older ones have prompts that fill all batches."""
-    engine = make_llm(
-        deepseek, 0, max_num_batched_tokens=24, prefill_chunk_size=24, enable_prefix_caching=False
-    ).engine
+    engine = make_llm(deepseek, 0, max_num_batched_tokens=24, prefill_chunk_size=24, enable_prefix_caching=False).engine
     long = [engine.new_sequence(prompt_of(150), SamplingParams(max_tokens=2, ignore_eos=True)) for _ in range(2)]
     short = [engine.new_sequence(prompt_of(1), SamplingParams(max_tokens=30, ignore_eos=True)) for _ in range(3)]
     for sequence in [*long, *short]:

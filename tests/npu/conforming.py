@@ -32,10 +32,10 @@ def conforming(name: str, directory: Path) -> Path:
 
 
 def without_upper_layers(source: Path, directory: Path) -> Path:
-    """Writes a checkpoint of the first two layers of another's target, with its MTP layer behind them."""
+    """Writes a checkpoint of the first layer of another's target, with its MTP layer behind it."""
     shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((source / "config.json").read_text())
-    kept = {"0": "0", "1": "1", str(config["num_hidden_layers"]): "2"}
+    kept = {"0": "0", str(config["num_hidden_layers"]): "1"}
     tensors: dict[str, Tensor] = {}
     for key, tensor in load_file(source / "model.safetensors").items():
         layer, _, rest = key.removeprefix("model.layers.").partition(".")
@@ -43,7 +43,7 @@ def without_upper_layers(source: Path, directory: Path) -> Path:
             tensors[key] = tensor
         elif layer in kept:
             tensors[f"model.layers.{kept[layer]}.{rest}"] = tensor
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     save_file(tensors, directory / "model.safetensors")
     return directory
 

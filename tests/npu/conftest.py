@@ -11,12 +11,13 @@ if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
     from mtp_backend.ops import Ops, ReferenceOps, npu_cache_rules, npu_rules, ops_for
-    from npu_host import attention, device, documented, references
+    from npu_host import attention, device, documented, graph_engine, references
 
     from npu.conforming import conforming, without_upper_layers
 
     torch.set_num_threads(1)
     device.install()
+    graph_engine.install()
 else:
     collect_ignore_glob = ["test_*.py"]
 
@@ -49,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 @pytest.fixture(scope="session")
 def shallow(checkpoint: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """shallow(name): the same with the first two layers of the target alone, and its MTP layer."""
+    """shallow(name): the same with the first layer of the target alone, and its MTP layer."""
 
     def path(name: str) -> str:
         return str(without_upper_layers(Path(checkpoint(name)), tmp_path_factory.mktemp(name)))

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from mtp_backend import SamplingParams
 from mtp_backend.graphs import DraftChain
+from mtp_backend.graphs.compiled import CompiledGraph
 from mtp_backend.graphs.npugraph import CapturedGraph
-from npu_host import capture
+from npu_host import capture, graph_engine
 from npu_host.device import traced
 
 from npu.test_engine import requests as mixed_requests
+
+MODES = {"npugraph": CapturedGraph, "torchair": CompiledGraph}
 
 
 def requests(llm):
@@ -32,9 +36,14 @@ def graphs_of(llm):
     return llm.engine._runner._target._graphs, drafter.chain._chains if drafter else {}
 
 
+def num_made():
+    """Graphs that were captured or compiled until now."""
+    return capture.state.captures + len(graph_engine.compiled)
+
+
 @pytest.fixture(scope="module")
 def expected():
-    """What the engine on the CPU gives, for each checkpoint, type and, where it matters, k."""
+    """What the engine on the CPU gives, for each checkpoint."""
     return {}
 
 
@@ -48,6 +57,28 @@ def test_float32_equals_cpu(make_llm, expected, name, k):
     assert generate(llm) == expected[name]
     targets, chains = graphs_of(llm)
     assert len(targets) > 1 and bool(chains) == bool(k)
+
+
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_compiled_graphs_equal_cpu(shallow, make_llm, expected, name, k):
+    """One bucket for 1 … 8 sequences. What was compiled has sizes only, and no copy of a cache."""
+    options = {"path": shallow(name)}
+    if ("shallow", name) not in expected:
+        expected["shallow", name] = generate(make_llm(name, "cpu", 0, "float32", **options))
+    before = len(graph_engine.compiled)
+    options |= {"graph_mode": "torchair", "graph_capture_sizes": [8 * (1 + k)]}
+    assert generate(make_llm(name, "npu", k, "float32", **options)) == expected["shallow", name]
+    target, *chain = made = graph_engine.compiled[before:]
+    assert len(chain) == bool(k)
+    for graph, attentions in zip(made, [1, k], strict=False):
+        operations = Counter(operation.type for operation in graph.graph.op)
+        assert operations["FusedInferAttentionScore"] == attentions
+        assert operations["ScatterNdUpdate"] == 2 * attentions
+        assert not operations.keys() & {"TensorMove", "Assign"}
+        assert min(graph_engine.dimensions(graph)) >= 0
+        assert sum(map(int, graph_engine.options(graph)["frozenInput"].split(","))) >= 10
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
@@ -72,27 +103,36 @@ def serve(llm, num_steps):
 
 
 @pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["deepseek", "glm"])
-def test_one_capture_for_a_bucket(shallow, make_llm, name):
-    """500 steps; drafts of a network without its upper layers are accepted and rejected."""
+def test_one_graph_for_a_bucket(shallow, make_llm, name, mode):
+    """Drafts of a network without its upper layers are accepted and rejected, so that lengths change in any order."""
     path = shallow(name)
-    llm = make_llm(name, "npu", 2, "float32", path=path, graph_mode="npugraph", graph_capture_sizes=[3, 6, 12])
-    before = capture.state.captures, capture.state.replays
-    texts, sizes = serve(llm, 500 if name == "deepseek" else 100)
+    llm = make_llm(name, "npu", 2, "float32", path=path, graph_mode=mode, graph_capture_sizes=[3, 6, 12])
+    before, runs, original = num_made(), [], MODES[mode].run
+
+    def counted(graph, layouts):
+        runs.append(graph)
+        return original(graph, layouts)
+
+    with patch.object(MODES[mode], "run", counted):
+        texts, sizes = serve(llm, 100)
     targets, chains = graphs_of(llm)
     assert [bucket.num_tokens for bucket in sorted(targets)] == [3, 6, 12] == [own.num_tokens for own in sorted(chains)]
-    assert capture.state.captures - before[0] == 6
-    assert capture.state.replays - before[1] > len(sizes)  # most steps are two replays
+    assert num_made() - before == 6 == len(set(runs))
+    assert len(runs) > len(sizes)  # most steps are two runs
     speculation = llm.engine.totals.speculation
     assert 0 < speculation.num_accepted_draft_tokens < speculation.num_draft_tokens
     own = make_llm(name, "cpu", 2, "float32", path=path)
     assert (texts, sizes) == serve(own, len(sizes))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["deepseek", "glm"])
-def test_padding_reaches_no_row(make_llm, name):
-    """Before each replay whatever belongs to dummy requests is NaN: their block, their rows and their embeddings."""
-    llm = make_llm(name, "npu", 2, "bfloat16", graph_mode="npugraph", graph_capture_sizes=[12, 24])
+def test_padding_reaches_no_row(shallow, make_llm, name, mode):
+    """Before each run whatever belongs to dummy requests is NaN: their block, their rows and their embeddings."""
+    path = shallow(name)
+    llm = make_llm(name, "npu", 2, "bfloat16", path=path, graph_mode=mode, graph_capture_sizes=[12])
     context = llm.engine._runner._target._context
     unused = llm.engine.vocab_size - 1
     prompts, params = requests(llm)
@@ -101,7 +141,7 @@ def test_padding_reaches_no_row(make_llm, name):
     def run():
         return [output.token_ids for output in llm.generate(prompts, params)]
 
-    original, clean = CapturedGraph.run, run()
+    original, clean = MODES[mode].run, run()
     assert not any(unused in text for text in clean)
     poisoned = []
 
@@ -125,7 +165,7 @@ def test_padding_reaches_no_row(make_llm, name):
     with torch.no_grad():
         for embedding in embeddings:
             embedding.weight[unused] = math.nan
-    with patch.object(CapturedGraph, "run", poison):
+    with patch.object(MODES[mode], "run", poison):
         assert run() == clean
     assert min(poisoned) >= 3
 

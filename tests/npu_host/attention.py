@@ -97,16 +97,18 @@ def fused_infer_attention_score(
         slots = block_table[sequence].long()[places // block_size] * block_size + places % block_size
 
         def cached(cache: Tensor, slots: Tensor = slots) -> Tensor:
-            own = cache.flatten(0, 1)[slots].unflatten(-1, (num_key_value_heads, -1)).float()
-            return own.repeat_interleave(heads // num_key_value_heads, dim=1)
+            return cache.flatten(0, 1)[slots].unflatten(-1, (num_key_value_heads, -1)).float()
 
-        rows = slice(start, start + length)
-        scores = torch.einsum("qnd,knd->nqk", query[rows].float(), cached(key))
+        def grouped(queries: Tensor, rows: slice = slice(start, start + length)) -> Tensor:
+            return queries[rows].unflatten(1, (num_key_value_heads, -1)).float()
+
+        scores = torch.einsum("qgnd,kgd->gnqk", grouped(query), cached(key))
         if query_rope is not None:
-            scores += torch.einsum("qnd,knd->nqk", query_rope[rows].float(), cached(key_rope))
+            scores += torch.einsum("qgnd,kgd->gnqk", grouped(query_rope), cached(key_rope))
         hidden = torch.ones(length, keys, dtype=torch.bool).triu(keys - length + 1)
         weights = (scores * softmax_scale).masked_fill(hidden, -torch.inf).softmax(-1)
-        output[rows] = torch.einsum("nqk,knd->qnd", weights, cached(value)).to(query.dtype)
+        attended = torch.einsum("gnqk,kgd->qgnd", weights, cached(value))
+        output[start : start + length] = attended.flatten(1, 2).to(query.dtype)
     return output, torch.zeros(0)
 
 

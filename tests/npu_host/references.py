@@ -223,3 +223,27 @@ def moe_token_unpermute(rows: Tensor, sorted_indices: Tensor, probs: Tensor | No
     demand(sorted_indices.sort().values.tolist() == list(range(len(rows))), "the indices are the rows, each once")
     gathered = rows.float()[sorted_indices.long()].view(tokens, top_k, -1)
     return (gathered * probs.float()[..., None]).sum(1).to(rows.dtype)
+
+
+@npu_op("npu_moe_finalize_routing")
+def moe_finalize_routing(
+    rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
+) -> Tensor:
+    demand(skip1 is skip2 is bias is export_for_source_row is None and scales is not None, "only sums are emulated")
+    demand(rows.dim() == 2 and rows.dtype in FLOATS and scales.dtype == rows.dtype, "scales have the type of the rows")
+    tokens, top_k = scales.shape
+    places = expanded_src_to_dst_row
+    demand(places.dtype == torch.int32 and places.shape == (tokens * top_k,), "one int32 place a row")
+    demand(drop_pad_mode == 0 and len(rows) == tokens * top_k, "only all rows are emulated")
+    demand(bool(((places >= 0) & (places < len(rows))).all()), "places are rows")
+    # Choice c of token t stands at c * tokens + t.
+    gathered = rows.float()[places.long()].view(top_k, tokens, -1)
+    return (gathered * scales.float().T[..., None]).sum(0).to(rows.dtype)

@@ -2,9 +2,9 @@
 
     python stand_ins.py DIRECTORY
 
-acl_host.c and a function that returns 0 for every other missing symbol make one library; each library name that the
-wheel asks for is an empty one that depends on it. With the directory in LD_LIBRARY_PATH, `import torch_npu` works on
-a host without CANN.
+acl_host.c, ge_host.cpp and a function that returns 0 for every other missing symbol make one library; each library
+name that the wheel asks for is an empty one that depends on it. With the directory in LD_LIBRARY_PATH, `import
+torch_npu` works on a host without CANN.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 RUNTIME = Path(__file__).with_name("acl_host.c")
+TEXTS = Path(__file__).with_name("ge_host.cpp")
 CORE = "libcann_host.so"
 SYSTEM = re.compile(r"(lib(stdc\+\+|m|c|gcc_s|pthread|dl|rt)\.so|ld-)")
 # Virtual tables and type information are data, the rest are functions.
@@ -39,10 +40,11 @@ def build(directory: Path) -> None:
     wheel = sorted((packages / "torch_npu").rglob("*.so"))
     torch = sorted((packages / "torch" / "lib").glob("*.so*"))
     directory.mkdir(parents=True, exist_ok=True)
-    runtime = directory / "acl_host.o"
-    headers = [f"-I{packages}/torch_npu/include/third_party/acl/inc"]
+    runtime, texts = directory / "acl_host.o", directory / "ge_host.o"
+    headers = [f"-I{packages}/torch_npu/include", f"-I{packages}/torch_npu/include/third_party/acl/inc"]
     _run("gcc", "-O1", "-fPIC", "-Wall", "-Werror", *headers, "-c", RUNTIME, "-o", runtime)
-    defined = {line.split()[-1] for line in _run("nm", "--defined-only", runtime).splitlines()}
+    _run("g++", "-O1", "-fPIC", "-Wall", "-Werror", *headers, "-c", TEXTS, "-o", texts)
+    defined = {line.split()[-1] for line in _run("nm", "--defined-only", runtime, texts).splitlines() if " " in line}
     wanted = set(LOOKED_UP)
     for library in [*wheel, *torch]:
         own, others = _symbols(library)
@@ -51,7 +53,7 @@ def build(directory: Path) -> None:
             wanted |= others
     source = directory / "stand_ins.c"
     source.write_text("".join(_stand_in(index, name) for index, name in enumerate(sorted(wanted - defined))))
-    _run("gcc", "-shared", "-fPIC", f"-Wl,-soname,{CORE}", source, runtime, "-o", directory / CORE)
+    _run("gcc", "-shared", "-fPIC", f"-Wl,-soname,{CORE}", source, runtime, texts, "-lstdc++", "-o", directory / CORE)
     present = {path.name for path in [*wheel, *torch]}
     needed = {name for path in wheel for name in re.findall(r"\(NEEDED\).*\[(.+)\]", _run("readelf", "-d", path))}
     for name in sorted(needed - present):

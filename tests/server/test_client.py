@@ -12,9 +12,9 @@ from contextlib import aclosing
 
 import mtp_client
 import pytest
-from mtp_client import AsyncClient, Client, InvalidArgument, NotFound, SequenceLost, Unavailable
+from mtp_client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, NotFound, SequenceLost, Unavailable
 
-from server.helpers import PROMPTS, Connection
+from server.helpers import PROMPTS, Connection, sequence_tensors
 from server.running import COMMANDS, ROOT, wait_for
 from server.test_sequence_batcher import refusal
 
@@ -197,6 +197,31 @@ def test_chat(triton_server, protocol):
             client.chat([{"role": "wizard", "content": "x"}])
     with Client() as client, pytest.raises(InvalidArgument, match="no chat template"):
         client.chat(messages)
+
+
+def test_deadline(client, triton_server, alone):
+    """A text that takes too long ends; a step that took too long may be asked for again. A microsecond is too little."""
+    for ask in (client.generate, lambda *args, **options: list(client.stream(*args, **options))):
+        with pytest.raises(DeadlineExceeded, match=r"\(timeout\) have passed"):
+            ask(PROMPTS[0], max_tokens=4000, ignore_eos=True, deadline=0.05)
+    assert client.generate(PROMPTS[0], deadline=600, priority=-5, **PARAMS).num_output_tokens == 16
+    with client.sequence(PROMPTS[0], deadline=1e-6, **PARAMS) as sequence, pytest.raises(DeadlineExceeded):
+        sequence.step()
+    with pytest.raises(InvalidArgument, match="priority: got 4294967296"):
+        client.generate("a", priority=2**32)
+    with client.sequence("a", priority=2**32) as sequence, pytest.raises(InvalidArgument, match="priority: got"):
+        sequence.step()
+
+
+def test_a_late_step_may_be_asked_for_again(triton_server, alone):
+    wanted = alone(PROMPTS[0], **PARAMS).token_ids
+    with Connection(triton_server) as connection, connection.started("late", **PARAMS) as start:
+        error = refusal(connection.infer, "speculative", sequence_tensors(step=1), sequence_id="late", timeout=1)
+        assert error.code == "UNAVAILABLE" and "DEADLINE_EXCEEDED: 1e-06 s (timeout)" in error.message
+        second = connection.step("late", step=1)
+        assert second["current_step"] == 1
+        got = start["output_ids"] + second["output_ids"]
+        assert got == wanted[: len(got)]
 
 
 def test_errors(client):

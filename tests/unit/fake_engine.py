@@ -107,11 +107,12 @@ class Table:
         draft_ids=None,
         params=None,
         address=MAIN,
+        **options,
     ):
         """Asks for a step; returns the request's number."""
         number = next(self.numbers)
         token_ids = [1, 2, 3] if start and token_ids is None else token_ids
-        self.sessions.step(address, Step(number, sequence, start, end, token_ids, draft_ids, step, params))
+        self.sessions.step(address, Step(number, sequence, start, end, token_ids, draft_ids, step, params, **options))
         return number
 
     def propose(self, sequence="s", epoch=1, address=DRAFT):

@@ -96,9 +96,12 @@ def test_random_batches_keep_the_rules():
             unplaced += 1
             continue
         bucket, padded = chosen
-        static = StaticBatch(bucket, MAX_BLOCKS, BLOCK, CPU, NUM_BLOCKS)
+        static, compiled = (
+            StaticBatch(bucket, MAX_BLOCKS, BLOCK, NUM_BLOCKS, CPU, tensor_lengths=own) for own in (False, True)
+        )
         tokens = sum(span.length for span in spans)
-        static.fill(list(range(1, tokens + 1)), len(spans), padded)
+        for own in (static, compiled):
+            own.fill(list(range(1, tokens + 1)), len(spans), padded)
         layout = static.layout
         batch = attention_batch(layout, rules.MOST_LATENT_ROWS if number % 2 else None)
         assert (batch.query_ends, batch.kv_lens) == (layout.query_ends, layout.kv_lens)
@@ -108,7 +111,12 @@ def test_random_batches_keep_the_rules():
         rules.check_latent_rows(batch.query_ends)
         rules.check_mask(batch.query_ends, 3 if batch.causal else 0, mask if batch.causal else None)
         rules.check_paging(batch.block_tables, batch.kv_lens, BLOCK, cache, 512)
-        check_rows(static, spans, tokens, NUM_BLOCKS + num_dummy_blocks(buckets, BLOCK))
+        num_blocks = NUM_BLOCKS + num_dummy_blocks(buckets, BLOCK)
+        check_rows(static, spans, tokens, num_blocks)
+        check_rows(compiled, spans, tokens, num_blocks)
+        own = attention_batch(compiled.layout, rules.MOST_LATENT_ROWS)
+        assert (own.query_ends.tolist(), own.kv_lens.tolist()) == (batch.query_ends, batch.kv_lens)
+        assert own.causal == batch.causal and torch.equal(own.block_tables, batch.block_tables)
     assert unplaced < 20
 
 

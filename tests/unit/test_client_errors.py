@@ -19,7 +19,9 @@ from tritonclient.utils import InferenceServerException
         ("full", "503", errors.Unavailable),
         ("UNAVAILABLE: too many sequences", None, errors.Unavailable),
         ("Stub process 'main_0' is not healthy.", "400", errors.Unavailable),
-        ("timeout of the corresponding sequence has been expired", "400", errors.Unavailable),
+        ("timeout of the corresponding sequence has been expired", "400", errors.DeadlineExceeded),
+        ("DEADLINE_EXCEEDED: 5 s (timeout) have passed", None, errors.DeadlineExceeded),
+        ("in ensemble 'speculative', DEADLINE_EXCEEDED: 5 s", "UNAVAILABLE", errors.DeadlineExceeded),
         ("[StatusCode.CANCELLED] Locally cancelled by application!", None, errors.Cancelled),
         ("late", "DEADLINE_EXCEEDED", errors.DeadlineExceeded),
         (

@@ -1,6 +1,7 @@
 """The gRPC transports against an in-process server of Triton's protocol."""
 
 import asyncio
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -232,6 +233,19 @@ def test_sequence(server, kind, sequence_id, kind_of_id):
     assert [p["timeout"].int64_param for p in parameters] == [9_000_000, 9_000_000, 4_500_000]
     assert read(server.requests[0])["input_ids"].tolist() == [[5, 6]]
     assert read(server.requests[2])["step"].tolist() == [[-1]]
+
+
+@both
+def test_priority_and_deadline(server, kind):
+    """A text has them in its parameters; a sequence has its priority there, and a step's time as Triton's timeout."""
+    call(server, kind, "generate", "hi", priority=2, deadline=0.5)
+    call(server, kind, "sequence", [5, 6], priority=2, deadline=0.5, timeout=10)
+    call(server, kind, "sequence", [5, 6], deadline=500, timeout=10)
+    text, *steps = server.requests
+    assert json.loads(read(text)["sampling_parameters"].item()) == {"priority": 2, "timeout": 500_000}
+    assert json.loads(read(steps[0])["sampling_parameters"].item()) == {"priority": 2}
+    timeouts = [step.parameters["timeout"].int64_param for step in steps]
+    assert timeouts == [500_000, 500_000, 4_500_000, 9_000_000, 9_000_000, 4_500_000]
 
 
 @both

@@ -170,6 +170,14 @@ def test_generate(server, kind):
 
 
 @both
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_priority_and_deadline(server, kind, method):
+    call(server, kind, method, "hi", max_tokens=4, priority=-1, deadline=2.5)
+    [(_, request)] = server.requests
+    assert json.loads(request["sampling_parameters"]) == {"max_tokens": 4, "priority": -1, "timeout": 2_500_000}
+
+
+@both
 def test_stream_of_split_events(server, kind):
     chunks = call(server, kind, "stream", "hi")
     assert [(c.text, c.token_ids, c.finish_reason) for c in chunks] == [("日\u2028", [1], ""), ("本", [2, 3], "length")]

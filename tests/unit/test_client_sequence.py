@@ -52,8 +52,8 @@ class AsyncFakeServer(FakeServer):
         return super().infer(request, timeout)
 
 
-def make(server, prompt="hi", sequence_id=None, draft=None, **params):
-    state = SequenceState("speculative", prompt, sequence_id, draft, params)
+def make(server, prompt="hi", sequence_id=None, draft=None, priority=0, deadline=None, **params):
+    state = SequenceState("speculative", prompt, sequence_id, draft, params, priority, deadline)
     kind = AsyncSequence if isinstance(server, AsyncFakeServer) else Sequence
     return kind(server, state, timeout=9.0)
 
@@ -166,6 +166,22 @@ def test_second_loss_is_raised_and_the_step_can_be_asked_for_again():
         sequence.step()
     assert server.wire == [START, *[(1, False, False)] * 3, END]
     assert server.requests[3].inputs["draft_ids"].tolist() == [[5]]
+
+
+def test_a_missed_deadline_is_raised_and_the_step_can_be_asked_for_again():
+    """At once, for that is what the caller wants to know; other failures are still answered by another try."""
+    server = FakeServer(2, failures=[None, DeadlineExceeded("x"), None, Unavailable("x")])
+    with make(server, deadline=0.25, priority=2) as sequence:
+        sequence.step()
+        with pytest.raises(DeadlineExceeded):
+            sequence.step()
+        assert sequence.step().step == 1
+    assert server.wire == [START, *[(1, False, False)] * 2, END]
+    assert [request.deadline_us for request in server.requests] == [250_000] * 3 + [None]
+    assert json.loads(server.requests[0].inputs["sampling_parameters"].item()) == {"priority": 2}
+    server = FakeServer(1, failures=[Unavailable("x")])
+    with make(server, deadline=0.25) as sequence:
+        assert sequence.step().finish_reason == "stop"
 
 
 @both

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 from mtp_backend import SamplingParams
-from mtp_client import Client, ServerError, tensors, types
+from mtp_client import Client, InvalidArgument, ServerError, tensors, types
 from mtp_client.sse import EventDecoder
 
 GENERATION = {
@@ -67,6 +67,21 @@ def test_generate_inputs_have_no_batch_dimension():
     assert json.loads(inputs["sampling_parameters"].item()) == {"max_tokens": 3}
     inputs = tensors.generate_inputs("a", False, {}, add_special_tokens=False)
     assert inputs["add_special_tokens"].dtype == bool and inputs["add_special_tokens"].item() is False
+
+
+def test_priority_and_deadline_of_a_text():
+    """Seconds become the server's microseconds; what is not asked for is not sent."""
+    assert tensors.generate_options(0, None) == {}
+    assert tensors.generate_options(-2, 1.5) == {"priority": -2, "timeout": 1_500_000}
+    assert tensors.generate_options(0, 1e-9) == {"timeout": 1}
+    inputs = tensors.generate_inputs("a", True, {"seed": 1}, tensors.generate_options(3, 2))
+    assert json.loads(inputs["sampling_parameters"].item()) == {"seed": 1, "priority": 3, "timeout": 2_000_000}
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan")])
+def test_wrong_deadline(deadline):
+    with pytest.raises(InvalidArgument, match="deadline: value .*; allowed: more than 0 s"):
+        tensors.microseconds(deadline)
 
 
 def test_sequence_inputs_have_a_batch_dimension():

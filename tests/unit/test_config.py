@@ -21,8 +21,9 @@ WRONG = {
     "max_queue_size": (-1, 1.0, True, "1", None),
     "enable_prefix_caching": (1, 0, None, "true", [True]),
     "max_sequences": (*WRONG_INTEGERS, None),
+    "otlp_endpoint": (None, 4318, "127.0.0.1:4318", "ftp://a", "http://", "http://a b"),
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
-    "graph_mode": ("npugraph", "inductor", "", None, 1),  # of a CPU
+    "graph_mode": ("npugraph", "inductor", "", 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
@@ -52,6 +53,7 @@ ALLOWED = {
     "device": "cpu, npu",
     "max_model_len": "≥ 2",
     "block_size": "1 … 1024",
+    "otlp_endpoint": "an http:// or https:// URL, or empty",
     "sequence_ttl_seconds": "(0, 1e+09]",
     "max_queue_size": "≥ 0",
     "enable_prefix_caching": "true or false",
@@ -177,9 +179,11 @@ def test_capture_sizes():
     config = EngineConfig("somewhere", device="npu", graph_mode="npugraph", graph_capture_sizes=[1, 64])
     assert config.graph_capture_sizes == (1, 64)
     assert EngineConfig.from_dict(json.loads(config.to_json())) == config
-    with pytest.raises(InvalidArgument, match=r"graph_capture_sizes: got \[4\]; allowed: null with graph_mode eager"):
+    with pytest.raises(
+        InvalidArgument, match=r"graph_capture_sizes: got \[4\]; allowed: null with graph_mode null, eager"
+    ):
         EngineConfig("somewhere", device="npu", graph_capture_sizes=[4])
-    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph"):
+    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph, torchair"):
         EngineConfig("somewhere", device="npu", graph_mode="inductor")
 
 
@@ -189,6 +193,14 @@ def test_capture_sizes():
 def test_graphs_make_a_fixed_number_of_drafts(speculative):
     with pytest.raises(InvalidArgument, match="allowed: nothing with graph_mode npugraph: its graphs make all drafts"):
         EngineConfig("somewhere", speculative, device="npu", graph_mode="npugraph")
+
+
+def test_multistream_shared_expert():
+    config = EngineConfig("somewhere", device="npu", graph_mode="npugraph", multistream_shared_expert=True)
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    for options in ({"device": "cpu"}, {"device": "npu", "graph_mode": "torchair"}):
+        with pytest.raises(InvalidArgument, match="multistream_shared_expert: got True; allowed: false with"):
+            EngineConfig("somewhere", multistream_shared_expert=True, **options)
 
 
 def test_attention_strategy():

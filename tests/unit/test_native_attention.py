@@ -66,13 +66,13 @@ class Batch:
 
 def mla(batch, query, scale=0.1):
     layout = batch.layout
-    where = (layout.query_ends, layout.kv_lens, layout.block_tables)
+    where = (layout.lengths, layout.block_tables)
     return native.mla_attention(*query, *batch.caches, *where, layout.selection, scale)
 
 
 def gqa(batch, query, scale=0.2):
     layout = batch.layout
-    return native.gqa_attention(*query, *batch.caches, layout.query_ends, layout.kv_lens, layout.block_tables, scale)
+    return native.gqa_attention(*query, *batch.caches, layout.lengths, layout.block_tables, scale)
 
 
 def reference(batch, query, scale=None):
@@ -186,9 +186,9 @@ def test_queries_may_lie_apart():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query_ends": [2, 4]}, "query_ends: 4 at the end; allowed: 5"),
-        ({"kv_lens": [20, 2]}, "kv_lens: 2; allowed: 3 … 32"),
-        ({"kv_lens": [20, 33]}, "kv_lens: 33; allowed: 3 … 32"),
+        ({"lengths": torch.tensor([[2, 4], [20, 32]])}, "query_ends: 4 at the end; allowed: 5"),
+        ({"lengths": torch.tensor([[2, 5], [20, 2]])}, "kv_lens: 2; allowed: 3 … 32"),
+        ({"lengths": torch.tensor([[2, 5], [20, 33]])}, "kv_lens: 33; allowed: 3 … 32"),
         ({"block_tables": torch.tensor([[0, 1], [2, 9]])}, "block_tables: 9; allowed: 0 … 4"),
         ({"q_rope": normal(5, 4, 16)}, r"q_rope: shape \[5, 4, 16\]; allowed: \[5, 4, 8\]"),
         ({"latent": normal(5, 16, 1, 24).float()}, "latent: Float; allowed: BFloat16"),
@@ -201,8 +201,7 @@ def test_wrong_arguments_are_named(change, message):
         "q_rope": normal(5, 4, 8),
         "latent": normal(5, 16, 1, 24),
         "rope": normal(5, 16, 1, 8),
-        "query_ends": [2, 5],
-        "kv_lens": [20, 32],
+        "lengths": torch.tensor([[2, 5], [20, 32]]),
         "block_tables": torch.tensor([[0, 1], [2, 3]]),
         "selection": None,
         "scale": 1.0,

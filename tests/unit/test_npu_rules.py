@@ -191,6 +191,7 @@ BROKEN += [
     (rules.check_paging, PAGING, {"block_table": TABLE[:1]}, "block_table: got (1, 3); allowed: [2, at least 3]"),
     (rules.check_paging, PAGING, {"block_table": TABLE[0]}, "block_table: got (3,)"),
     (rules.check_paging, PAGING, {"kv_lens": [49, 7]}, "block_table: got (2, 3); allowed: [2, at least 4]"),
+    (rules.check_paging, PAGING, {"kv_lens": torch.tensor([1, 1, 1])}, "block_table: got (2, 3); allowed: [3, at"),
     (rules.check_paging, PAGING, {"caches": {"key": cache(block=32)}}, "key: got (4, 32, 512)"),
     (rules.check_paging, PAGING, {"caches": {"key": cache()[None]}}, "key: got (1, 4, 16, 512)"),
     (rules.check_paging, PAGING, {"caches": {"key": cache(), "value": cache(width=64)}}, "value: got (4, 16, 64)"),

@@ -23,7 +23,7 @@ def _seed():
 def test_rotary_is_multiplication_by_a_complex_number(interleaved):
     theta, size, positions = 100.0, 6, [0, 1, 7, 30]
     x = torch.randn(len(positions), 2, size)
-    turned = OPS.rotary(x, *RotaryTable(size, theta, 31, CPU)(torch.tensor(positions)), interleaved)
+    turned = OPS.rotary(x, *RotaryTable(size, theta, 31, CPU, OPS)(torch.tensor(positions)), interleaved)
     for row, position in enumerate(positions):
         for head in range(2):
             for pair in range(size // 2):

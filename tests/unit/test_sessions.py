@@ -305,3 +305,69 @@ def test_every_request_is_answered_once(table):
                 table.run()
         table.run()
         assert sorted((to, message.request) for to, message in table.sent) == sorted(asked)
+
+
+def late(table, **step):
+    """A step whose client has half a second, when two are over."""
+    number = table.ask(**step, timeout=0.5)
+    table.sessions.expire_steps()
+    assert not table.answers(number)
+    table.now += 2
+    table.sessions.expire_steps()
+    return number
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_late_step_may_be_asked_for_again(table, computed):
+    table.step(start=True)
+    table.refused(late(table, step=1), "DEADLINE_EXCEEDED", "0.5 s (timeout) have passed before step 1")
+    if computed:
+        table.run()
+    again = table.ask(step=1)
+    if not computed:
+        table.run()
+    assert (table.answer(again).token_ids, table.answer(again).step) == ([101], 1)
+    assert table.step(step=2).token_ids == [102]
+    table.now += TTL + 1
+    table.sessions.expire()
+    assert len(table.sessions) == 0
+
+
+@pytest.mark.parametrize("computed", [True, False])
+@pytest.mark.parametrize("own", [{"token_ids": [5]}, {"draft_ids": [5]}])
+def test_a_late_step_is_taken_back_for_tokens(table, computed, own):
+    """Also where the client has never asked for drafts."""
+    table.step(start=True)
+    late(table, step=1)
+    if computed:
+        table.run()
+    answer = table.step(step=1, **own)
+    assert (answer.step, answer.sequence_length) == (1, 6)  # prompt, START's token, the client's, the step's own
+    assert [undone for _, undone in table.engine.taken_back] == [int(computed)]
+
+
+@pytest.mark.parametrize("step", [{"start": True}, {"step": 1, "end": True}, {"step": 1, "token_ids": [5]},
+                                  {"step": 1, "draft_ids": [5]}])  # fmt: skip
+def test_a_late_step_that_cannot_be_asked_for_again_ends_its_sequence(table, step):
+    if "start" not in step:
+        table.step(start=True)
+    table.refused(late(table, **step), "DEADLINE_EXCEEDED")
+    assert len(table.sessions) == 0 and not table.engine.waiting
+    table.refused(table.ask(step=1), "NOT_FOUND", "sequence lost")
+
+
+def test_the_deadline_of_a_step_is_its_own(table):
+    """That of a step before it, or of a request that it takes the place of, is over."""
+    table.step(start=True, timeout=0.5)
+    first = table.ask(step=1, timeout=0.5)
+    second = table.ask(step=1)
+    table.now += 2
+    table.sessions.expire_steps()
+    table.refused(first, "CANCELLED", "asked for again")
+    table.run()
+    assert table.answer(second).token_ids == [101]
+
+
+def test_priority_of_a_start(table):
+    table.ask(start=True, priority=-3)
+    assert [sequence.priority for sequence in table.engine.waiting] == [-3]

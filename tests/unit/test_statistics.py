@@ -98,13 +98,13 @@ def test_each_tells_what_is_new():
 
 def test_times_of_a_request():
     clock = RequestClock(arrived=10.0, started=11.0)
-    clock.tokens(12.0)  # two tokens
-    clock.tokens(12.5)  # three
-    clock.tokens(14.0)  # one
+    clock.tokens(12.0, EngineTotals())  # two tokens
+    clock.tokens(12.5, EngineTotals())  # three
+    clock.tokens(14.0, EngineTotals())  # one
     assert clock.times("stop", 6) == RequestTimes("stop", 1.0, 2.0, pytest.approx(2.0 / 5), 1.5, 4.0)
 
 
 def test_times_of_one_token():
     clock = RequestClock(arrived=1.0, started=1.0)
-    clock.tokens(3.0)
+    clock.tokens(3.0, EngineTotals())
     assert clock.times("length", 1) == RequestTimes("length", 0.0, 2.0, None, None, 2.0)

@@ -69,7 +69,14 @@ def test_no_package(monkeypatch):
 
 
 def test_arguments(tmp_path):
-    options = tritonserver.arguments(tmp_path, drain_seconds=30)
+    options = tritonserver.arguments(tmp_path, drain_seconds=30, traced=False)
     assert f"--model-repository={tmp_path}" in options and options.count("--model-control-mode=none") == 1
     assert "--exit-timeout-secs=35" in options
-    assert not [option for option in options if "address" in option or "port" in option]
+    assert not [option for option in options if "address" in option or "port" in option or "header" in option]
+
+
+def test_arguments_with_tracing(tmp_path):
+    """Of all headers the models get one."""
+    options = tritonserver.arguments(tmp_path, drain_seconds=30, traced=True)
+    headers = [option for option in options if "header" in option]
+    assert headers == [f"--{kind}-header-forward-pattern=traceparent" for kind in ("http", "grpc")]

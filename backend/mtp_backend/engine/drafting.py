@@ -6,6 +6,7 @@ from mtp_backend.engine.commit import EndRules, room_for_drafts
 from mtp_backend.engine.scheduler import Scheduler
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.engine.stopwatch import Stopwatch
+from mtp_backend.graphs import Passes
 from mtp_backend.speculation import Drafter, DraftLength, DraftWork
 
 
@@ -15,6 +16,7 @@ class Drafting:
     Args:
         drafter: None without speculation: every pass does nothing then.
         length: chooses how many drafts a step makes.
+        passes: what the drafter calls the layers by.
         num_drafts: the greatest number of drafts of a step.
         max_rows: hidden rows that may wait for a client to ask for drafts.
     """
@@ -26,6 +28,7 @@ class Drafting:
         scheduler: Scheduler,
         rules: EndRules,
         stopwatch: Stopwatch,
+        passes: Passes,
         num_drafts: int,
         max_rows: int,
     ) -> None:
@@ -34,6 +37,7 @@ class Drafting:
         self._scheduler = scheduler
         self._rules = rules
         self._stopwatch = stopwatch
+        self._passes = passes
         self._num_drafts = num_drafts
         self._max_rows = max_rows
         self._requested: list[Sequence] = []
@@ -75,10 +79,12 @@ class Drafting:
         if not work:
             return []
         self._stopwatch.managed()
+        num_recorded = self._passes.num_recorded
         self.length.start_pass()
         proposed = self._drafter.propose([*work.values()])
         self._stopwatch.drafted()
-        if all(len(done.token_ids) <= 1 + self._num_drafts for done in work.values()):  # no prompts
+        as_usual = self._passes.num_recorded == num_recorded
+        if as_usual and all(len(done.token_ids) <= 1 + self._num_drafts for done in work.values()):  # no prompts
             self.length.end_draft_pass(len(work), max(done.num_drafts for done in work.values()))
         for (sequence, done), drafts in zip(work.items(), proposed, strict=True):
             if drafts.token_ids:  # a text that is not computed to its end keeps the drafts that its client gave

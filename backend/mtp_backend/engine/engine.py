@@ -34,6 +34,7 @@ from mtp_backend.graphs import (
     graph_mode_for,
     make_buckets,
     num_dummy_blocks,
+    passes_for,
 )
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
@@ -113,7 +114,8 @@ class Engine:
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode = graph_mode_for(config.graph_mode)
+        mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
+        self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
         # Dummy requests of padded batches write blocks behind those of the pool.
         dummy_blocks = num_dummy_blocks(buckets, config.block_size) if mode else 0
@@ -123,6 +125,7 @@ class Engine:
             cache,
             config.block_size,
             self.device,
+            passes,
             mode,
             buckets,
             max_blocks=-(-longest // config.block_size),
@@ -136,7 +139,7 @@ class Engine:
         self._runner = TargetRunner(networks, GraphTarget(graphs) if mode else EagerTarget(graphs))
         self._drafter = None
         if networks.mtp:
-            self._drafter = drafter_for(config.speculative, networks, cache, config.block_size, self.device)
+            self._drafter = drafter_for(config.speculative, networks, cache, passes, config.block_size, self.device)
             if mode and not config.speculative.use_mtp_vanilla:
                 self._drafter.chain = DraftChain(config.speculative, graphs)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
@@ -146,6 +149,7 @@ class Engine:
             self.scheduler,
             self.rules,
             self._stopwatch,
+            passes,
             num_drafts=config.num_drafts,
             max_rows=config.prefill_chunk_size,
         )
@@ -335,6 +339,7 @@ class Engine:
         outputs = []
         if batch:
             self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
+            num_recorded = self._passes.num_recorded
             self.draft_length.start_pass()
             computed, logits = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
@@ -344,7 +349,8 @@ class Engine:
                 output = self._advance(share, done, next(verdicts) if share.samples else None)
                 if output is not None:
                     outputs.append(output)
-            if all(share.num_tokens == 1 for share in batch):  # all of them decode
+            as_usual = self._passes.num_recorded == num_recorded
+            if as_usual and all(share.num_tokens == 1 for share in batch):  # all of them decode
                 self.draft_length.end_target_pass(sum(1 + len(share.draft_ids) for share in batch))
         stepped = [share.sequence for share in batch]
         for sequence in dict.fromkeys(stepped + self._drafting.run(stepped)):

@@ -79,11 +79,11 @@ class LLM:
         device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.engine = Engine(
-            EngineConfig.from_dict(
-                {"model": str(model), "speculative": speculative, "dtype": dtype, "device": device, **options}
-            )
-        )
+        values = {"model": str(model), "speculative": speculative, "dtype": dtype, "device": device, **options}
+        config = EngineConfig.from_dict(values)
+        if config.otlp_endpoint:
+            raise InvalidArgument("otlp_endpoint", config.otlp_endpoint, "nothing: a server alone makes spans")
+        self.engine = Engine(config)
 
     def generate(
         self,

@@ -3,6 +3,7 @@
 from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.chain import DraftChain
 from mtp_backend.graphs.mode import GraphContext, GraphMode
+from mtp_backend.graphs.recorded import Passes, PlainPasses, RecordedPasses, passes_for
 from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass
 
 __all__ = [
@@ -12,10 +13,14 @@ __all__ = [
     "GraphContext",
     "GraphMode",
     "GraphTarget",
+    "Passes",
+    "PlainPasses",
+    "RecordedPasses",
     "TargetPass",
     "graph_mode_for",
     "make_buckets",
     "num_dummy_blocks",
+    "passes_for",
 ]
 
 
@@ -25,4 +30,8 @@ def graph_mode_for(name: str) -> GraphMode | None:
         from mtp_backend.graphs.npugraph import NpuGraphMode
 
         return NpuGraphMode()
+    if name == "torchair":
+        from mtp_backend.graphs.torchair import TorchairMode
+
+        return TorchairMode()
     return None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache
 from mtp_backend.graphs.buckets import Bucket
+from mtp_backend.graphs.recorded import Passes
 from mtp_backend.graphs.static_batch import StaticBatch
 from mtp_backend.models import Networks
 from mtp_backend.ops import BatchLayout
@@ -23,7 +24,8 @@ class Graph(Protocol):
         """Runs it over the inputs as they are now.
 
         Args:
-            layouts: of the batches that were filled in, in the order in which the function's attentions use them.
+            layouts: of the batches that were filled in, in the order in which the function's attentions use them. Not
+                needed with `tensor_lengths`.
 
         Returns:
             The function's result, which the next run may write again.
@@ -31,7 +33,13 @@ class Graph(Protocol):
 
 
 class GraphMode(Protocol):
-    """A way to make graphs."""
+    """A way to make graphs.
+
+    Attributes:
+        tensor_lengths: whether graphs read the lengths of sequences from tensors; else they are given to each run.
+    """
+
+    tensor_lengths: bool
 
     def graph(self, function: Callable[[], Tensor]) -> Graph:
         """The graph of a function that reads and writes tensors of fixed address only."""
@@ -42,6 +50,7 @@ class GraphContext:
     """What the passes of an engine are made from.
 
     Attributes:
+        passes: how networks are called without graphs.
         mode: how graphs are made; None without graphs.
         buckets: shapes of the target's pass and of the first draft pass, smallest first.
         max_blocks: blocks of the longest sequence.
@@ -53,6 +62,7 @@ class GraphContext:
     cache: KVCache
     block_size: int
     device: torch.device
+    passes: Passes
     mode: GraphMode | None
     buckets: list[Bucket]
     max_blocks: int
@@ -65,4 +75,5 @@ class GraphContext:
 
     def static_batch(self, bucket: Bucket) -> StaticBatch:
         """Inputs of a bucket's graph."""
-        return StaticBatch(bucket, self.max_blocks, self.block_size, self.device, self.dummy_block)
+        where = self.max_blocks, self.block_size, self.dummy_block
+        return StaticBatch(bucket, *where, self.device, self.mode.tensor_lengths)

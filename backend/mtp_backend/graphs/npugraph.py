@@ -14,6 +14,8 @@ class NpuGraphMode:
     """Captures a function once. The attentions take the lengths of their sequences as lists, which are arguments of
     the captured tasks, not tensors that these read: so each replay is followed by an update of the tasks."""
 
+    tensor_lengths = False
+
     def graph(self, function: Callable[[], Tensor]) -> CapturedGraph:
         return CapturedGraph(function)
 

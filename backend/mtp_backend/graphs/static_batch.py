@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mtp_backend.cache import Span, build_layout
 from mtp_backend.graphs.buckets import Bucket
@@ -15,6 +16,7 @@ class StaticBatch:
 
     Args:
         dummy_block: first of the blocks that dummy requests write.
+        tensor_lengths: whether the layout has the lengths of sequences as tensors, else as lists.
 
     Attributes:
         tokens: int64 [bucket.num_tokens].
@@ -22,17 +24,24 @@ class StaticBatch:
     """
 
     def __init__(
-        self, bucket: Bucket, max_blocks: int, block_size: int, device: torch.device, dummy_block: int
+        self,
+        bucket: Bucket,
+        max_blocks: int,
+        block_size: int,
+        dummy_block: int,
+        device: torch.device,
+        tensor_lengths: bool,
     ) -> None:
         tokens, requests = bucket.num_tokens, bucket.num_requests
         # One tensor, so that a batch is one copy.
-        sizes = [tokens, tokens, tokens, bucket.num_sequences, requests * max_blocks]
+        sizes = [tokens, tokens, tokens, bucket.num_sequences, requests, requests, requests * max_blocks]
         self._packed = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self.tokens, self._positions, self._slots, self.last, tables = self._packed.split(sizes)
+        self.tokens, self._positions, self._slots, self.last, *lengths, tables = self._packed.split(sizes)
         self._tables = tables.view(requests, max_blocks)
         self._block_size = block_size
         self._dummy_slot = dummy_block * block_size
-        self._lengths: tuple[list[int], list[int]] = [], []
+        self._tensor_lengths = tensor_lengths
+        self._lengths: list[list[int]] | list[Tensor] = lengths if tensor_lengths else [[], []]
 
     @property
     def layout(self) -> BatchLayout:
@@ -64,5 +73,8 @@ class StaticBatch:
         last[:num_sequences] = torch.tensor(batch.query_ends[:num_sequences]) - 1
         tables = torch.zeros(self._tables.shape, dtype=torch.int64)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
-        self._packed.copy_(torch.cat([tokens, batch.positions, batch.slots, last, tables.flatten()]))
-        self._lengths = batch.query_ends, batch.kv_lens
+        lengths = [batch.query_ends, batch.kv_lens]
+        tensors = [tokens, batch.positions, batch.slots, last, *map(torch.tensor, lengths), tables.flatten()]
+        self._packed.copy_(torch.cat(tensors))
+        if not self._tensor_lengths:
+            self._lengths = lengths

@@ -21,16 +21,18 @@ class TargetPass(Protocol):
 
 
 class EagerTarget:
-    """Runs the network operation by operation, on batches of any shape."""
+    """Runs the network on batches of any shape."""
 
     def __init__(self, context: GraphContext) -> None:
         self._context = context
+        networks, caches = context.networks, context.target_caches
+        self._forward = lambda inputs, layout: networks.target(*inputs, networks.rotary, layout, caches)
 
     def run(self, token_ids: list[int], spans: list[Span]) -> Tensor:
         context = self._context
         layout = build_layout(spans, context.block_size, context.device)
         tokens = torch.tensor(token_ids, device=context.device)
-        return context.networks.target(tokens, context.networks.rotary, layout, context.target_caches)
+        return context.passes.run("target", self._forward, [tokens], layout)
 
 
 class GraphTarget:

@@ -118,7 +118,7 @@ def build_networks(
     _fill(target, checkpoint, device, ops)
     for index, module in enumerate(mtp):
         _fill_mtp(module, index, source, target, device, ops)
-    rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, config.yarn)
+    rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, ops, config.yarn)
     return Networks(config, target, mtp, rotary)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
@@ -54,6 +53,7 @@ class MtpModule(nn.Module):
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, ops)
         self.layer = layer
         self.shared_head = SharedHead(config, head, ops)
+        self.ops = ops
 
     def forward(
         self,
@@ -69,14 +69,14 @@ class MtpModule(nn.Module):
         Args:
             mask_pos0: zeros take the place of the embedding at position 0.
         """
-        embedding = F.embedding(token_ids, self.embed_tokens.weight)
+        embedding = self.ops.rows(self.embed_tokens.weight, token_ids)
         if mask_pos0:
             embedding = torch.where((layout.positions == 0)[:, None], 0.0, embedding)
         if self.rot is not None:
             hidden = self.rot(hidden)
-        x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
+        x = self.eh_proj(self.ops.join(self.enorm(embedding), self.hnorm(hidden)))
         x, residual = self.layer(x, None, rotary(layout.positions), layout, cache)
-        return x + residual
+        return self.ops.add(x, residual)
 
     def normed(self, rows: Tensor) -> Tensor:
         """Rows of `forward` [N, H] → rows [N, H] after `shared_head.norm`, which `logits` takes."""

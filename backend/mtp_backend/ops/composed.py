@@ -16,6 +16,15 @@ class ComposedOps:
 
     int8: Int8Ops | None = None
 
+    def rows(self, table: Tensor, indices: Tensor) -> Tensor:
+        return F.embedding(indices, table)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat([first, second], dim=-1)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.to(weight.dtype), weight, bias)
 

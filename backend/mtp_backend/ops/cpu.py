@@ -17,6 +17,19 @@ from mtp_backend.ops.reference import ReferenceOps
 class CpuOps(ReferenceOps):
     """Implements `Ops`; what is not here has no kernel yet."""
 
+    def rows(self, table: Tensor, indices: Tensor) -> Tensor:
+        return native.rows(table, indices)
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return super().add(x, other)
+        return native.add(x, other)
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        if first.dtype is not torch.bfloat16:
+            return super().join(first, second)
+        return native.join(first, second)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype is not torch.bfloat16:
             return super().linear(x, weight, bias)
@@ -70,13 +83,13 @@ class CpuOps(ReferenceOps):
     ) -> Tensor:
         if latent.dtype is not torch.bfloat16:
             return super().mla_attention(q_latent, q_rope, latent, rope, layout, scale)
-        where = layout.query_ends, layout.kv_lens, layout.block_tables
-        return native.mla_attention(q_latent, q_rope, latent, rope, *where, layout.selection, scale)
+        where = layout.lengths, layout.block_tables, layout.selection
+        return native.mla_attention(q_latent, q_rope, latent, rope, *where, scale)
 
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
         if key.dtype is not torch.bfloat16:
             return super().gqa_attention(query, key, value, layout, scale)
-        return native.gqa_attention(query, key, value, layout.query_ends, layout.kv_lens, layout.block_tables, scale)
+        return native.gqa_attention(query, key, value, layout.lengths, layout.block_tables, scale)
 
     def select_experts(
         self,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 # (heads, width) of each cache tensor of a layer.
@@ -23,7 +25,8 @@ class BatchLayout:
     Attributes:
         positions: int64 [T], position of each token in its sequence.
         slots: int64 [T], cache slot of each token: block id · block_size + offset.
-        query_ends: R cumulative query lengths; the last one equals T.
+        query_ends: R cumulative query lengths; the last one equals T. An int64 tensor [R], as `kv_lens`, in a pass that
+            is compiled once for batches of other lengths (`graphs.StaticBatch`).
         kv_lens: R lengths of the cached keys, the batch's own tokens included.
         block_tables: int64 [R, blocks], block ids of each sequence, padded with 0.
         selection: int32 [T, top_k], the cached positions that each token attends, in any order and padded with −1 at
@@ -33,10 +36,15 @@ class BatchLayout:
 
     positions: Tensor
     slots: Tensor
-    query_ends: list[int]
-    kv_lens: list[int]
+    query_ends: list[int] | Tensor
+    kv_lens: list[int] | Tensor
     block_tables: Tensor
     selection: Tensor | None = None
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [2, R]: `query_ends` and `kv_lens`, for operations that read them from memory."""
+        return torch.tensor([self.query_ends, self.kv_lens])
 
 
 class Ops(Protocol):
@@ -47,6 +55,15 @@ class Ops(Protocol):
     """
 
     int8: Int8Ops | None
+
+    def rows(self, table: Tensor, indices: Tensor) -> Tensor:
+        """The rows [T] of a table [N, width] → [T, width]."""
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        """The sum of two tensors [T, width]."""
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """Rows [T, A] and [T, B] side by side → [T, A + B]."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] · weightᵀ + bias for weight [outputs, inputs] → [T, outputs].

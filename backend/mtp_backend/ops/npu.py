@@ -42,6 +42,9 @@ class NpuOps(ComposedOps):
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            # torchair would join it with a following conversion, to an operation that older versions of CANN lack.
+            return super().add_rms_norm(x, residual, weight, eps)
         rules.check_norm(x, residual, weight)
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
@@ -75,7 +78,9 @@ class NpuOps(ComposedOps):
     ) -> None:
         """Rope keys are stored with their pairs apart (x0, x2, …, x1, x3, …), as the fused operation writes them."""
         sizes = latent.shape[-1], rope.shape[-1]
-        if cache_rules.writes_latent(x.dtype, interleaved, *sizes, latent.shape[1]):
+        # torch.compile would drop the operation: its schema does not say that it writes.
+        fused = not torch.compiler.is_compiling()
+        if fused and cache_rules.writes_latent(x.dtype, interleaved, *sizes, latent.shape[1]):
             cos, sin = (part[None, None] for part in self._wide_angles(cos, sin, False, x.dtype))
             kv = x[None, None]
             cache_rules.check_latent_write(kv, weight, cos, slots, rope, latent)
@@ -96,7 +101,6 @@ class NpuOps(ComposedOps):
         query, query_rope = query.contiguous(), query_rope.contiguous()
         key, key_rope = latent.flatten(2), rope.flatten(2)
         block_size = latent.shape[1]
-        rules.check_latent_rows(batch.query_ends)
         rules.check_latent_sizes(query.dtype, query.shape[1], query.shape[2], query_rope.shape[2], block_size)
         rules.check_same_type(rules.ATTENTION, query=query, query_rope=query_rope, key=key, key_rope=key_rope)
         rope_caches, rope_width = {"key_rope": key_rope}, query_rope.shape[2]
@@ -161,15 +165,13 @@ class NpuOps(ComposedOps):
 
     def _wide_angles(self, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
         """cos and sin of each element, [T, 2A]. All layers of a pass share one pair of tensors [T, A]."""
+        if torch.compiler.is_compiling():
+            return _wide(cos, sin, interleaved, dtype)  # a compiled pass keeps nothing outside itself
         if self._angles[0] is not cos:
             self._angles = cos, {}
         known = self._angles[1]
         if (interleaved, dtype) not in known:
-            wide = [
-                part.repeat_interleave(2, dim=-1) if interleaved else torch.cat([part, part], dim=-1)
-                for part in (cos, sin)
-            ]
-            known[interleaved, dtype] = [part.to(dtype) for part in wide]
+            known[interleaved, dtype] = _wide(cos, sin, interleaved, dtype)
         return known[interleaved, dtype]
 
     def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -188,9 +190,13 @@ class NpuOps(ComposedOps):
 
     def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
         """All layers of a pass share one layout, and one copy of it on the device."""
+        if isinstance(layout.query_ends, Tensor):
+            return attention_batch(layout, most_rows)  # a compiled pass keeps nothing outside itself
         if self._batch[0] is not layout:
             batch = attention_batch(layout, most_rows, self._most_expanded)
             rules.check_batch(batch.query_ends, batch.kv_lens, len(layout.positions))
+            if most_rows:
+                rules.check_latent_rows(batch.query_ends)
             self._batch = layout, batch
         return self._batch[1]
 
@@ -206,11 +212,15 @@ class NpuOps(ComposedOps):
     ) -> Tensor:
         block_size = key.shape[1]
         sparse_mode, mask = (3, self._mask) if batch.causal else (0, None)
-        rules.check_mask(batch.query_ends, sparse_mode, mask)
+        attention = torch_npu.npu_fused_infer_attention_score_v2
+        if isinstance(batch.query_ends, Tensor):
+            attention = torch.ops.air.npu_fused_infer_attention_score_v2  # torchair's: the same with tensors for lists
+        else:
+            rules.check_mask(batch.query_ends, sparse_mode, mask)
         caches, width = {"key": key, "value": value}, kv_heads * query.shape[2]
         rules.check_paging(batch.block_tables, batch.kv_lens, block_size, caches, width)
         rules.check_contiguous(query=query, key=key, value=value)
-        return torch_npu.npu_fused_infer_attention_score_v2(
+        return attention(
             query,
             key,
             value,
@@ -226,6 +236,14 @@ class NpuOps(ComposedOps):
             sparse_mode=sparse_mode,
             block_size=block_size,
         )[0]
+
+
+def _wide(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
+    if interleaved:  # not repeat_interleave, which torchair has no conversion for
+        wide = [torch.stack([part, part], dim=-1).flatten(1) for part in (cos, sin)]
+    else:
+        wide = [torch.cat([part, part], dim=-1) for part in (cos, sin)]
+    return [part.to(dtype) for part in wide]
 
 
 def _pairs_apart(x: Tensor) -> Tensor:

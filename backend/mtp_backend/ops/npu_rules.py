@@ -114,11 +114,11 @@ def check_mask(query_ends: list[int], sparse_mode: int, mask: Tensor | None) -> 
 
 
 def check_paging(
-    block_table: Tensor, kv_lens: list[int], block_size: int, caches: dict[str, Tensor], width: int
+    block_table: Tensor, kv_lens: list[int] | Tensor, block_size: int, caches: dict[str, Tensor], width: int
 ) -> None:
-    """The block table, and cache tensors [blocks, block, width = heads · D]."""
+    """The block table, and cache tensors [blocks, block, width = heads · D]. Lengths in a tensor are not looked at."""
     demand(block_table.dtype == torch.int32, ATTENTION, "block_table", block_table.dtype, "int32")
-    blocks = -(-max(kv_lens) // block_size)
+    blocks = 1 if isinstance(kv_lens, Tensor) else -(-max(kv_lens) // block_size)
     demand(
         block_table.dim() == 2 and len(block_table) == len(kv_lens) and block_table.shape[1] >= blocks,
         ATTENTION,

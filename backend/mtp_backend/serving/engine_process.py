@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -37,9 +38,13 @@ from mtp_backend.serving.messages import (
     Welcome,
 )
 from mtp_backend.serving.rendezvous import Rendezvous
+from mtp_backend.serving.request_times import Work
 from mtp_backend.serving.session import Address
 from mtp_backend.serving.sessions import Sessions
 from mtp_backend.serving.statistics import Statistics
+
+if TYPE_CHECKING:
+    from mtp_backend.serving.tracing import Tracing
 
 log = logging.getLogger("mtp.engine")
 # An engine that no role has been using for this long ends. A supervised server that starts again finds it until then.
@@ -55,15 +60,25 @@ class EngineProcess:
     Args:
         server: file descriptor that tells when the inference server, or its supervisor, ends.
         show_life: is called about once a second.
+        tracing: makes spans of requests; None for no spans.
     """
 
-    def __init__(self, engine: Engine, socket: zmq.Socket, server: int, show_life: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        socket: zmq.Socket,
+        server: int,
+        show_life: Callable[[], None],
+        tracing: Tracing | None = None,
+    ) -> None:
         self._engine = engine
         self._socket = socket
-        self._sessions = Sessions(engine, self._send, time.monotonic)
+        self._sessions = Sessions(engine, self._send, time.monotonic, tracing)
         self._gathering = Gathering(time.monotonic)
         self._statistics = Statistics(engine)
-        self._generations = Generations(engine, self._send, self._is_behind, self._statistics.ended, time.monotonic)
+        self._generations = Generations(
+            engine, self._send, self._is_behind, self._statistics.ended, time.monotonic, tracing
+        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._compilations = Compilations(engine.compile_grammar, lambda: os.eventfd_write(self._wake, 1))
         self._stats_role: Address | None = None
@@ -100,6 +115,7 @@ class EngineProcess:
             if self._wake in ready:
                 self._resume()
             self._generations.expire()
+            self._sessions.expire_steps()
             pause = self._pause()
             if not pause:
                 self._step()
@@ -174,7 +190,7 @@ class EngineProcess:
         return self._gathering.seconds_left(not self._generations and self._sessions.expects_more)
 
     def _step(self) -> None:
-        start = time.monotonic()
+        start, before = time.monotonic(), Work.of(self._engine.totals)
         try:
             outputs = self._engine.step()
         except Exception:
@@ -183,7 +199,7 @@ class EngineProcess:
             self._generations.fail_all(error)
             self._sessions.fail_all(error)
             return
-        self._generations.stepped(start)
+        self._generations.stepped(start, before)
         for output in outputs:
             if output.sequence in self._generations:
                 self._generations.deliver(output)
@@ -253,6 +269,7 @@ def main() -> None:
         _check_served(config)
         log.info("loading %s", config.model)
         engine = Engine(config)
+        tracing = _tracing(config, engine)
     except MtpError as error:
         rendezvous.report_failure(error)
         log.error("%s", error)
@@ -262,7 +279,7 @@ def main() -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(rendezvous.address)
-    process = EngineProcess(engine, socket, server, rendezvous.show_life)
+    process = EngineProcess(engine, socket, server, rendezvous.show_life, tracing)
     signal.signal(signal.SIGTERM, process.stop)
     rendezvous.announce()
     log.info(
@@ -276,8 +293,22 @@ def main() -> None:
     process.run()
     socket.close()
     zmq.Context.instance().term()  # waits for the last answers, at most the socket's linger time
+    if tracing is not None:
+        tracing.close()
     rendezvous.withdraw()
     os._exit(0)  # the interpreter would free networks and libraries piece by piece first, which takes seconds
+
+
+def _tracing(config: EngineConfig, engine: Engine) -> Tracing | None:
+    """What makes spans, if they are asked for; the packages for them are optional."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from mtp_backend.serving.tracing import Tracing, otlp_exporter
+    except ModuleNotFoundError as error:
+        allowed = f"nothing without the package {error.name}: pip install 'mtp-backend[tracing]'"
+        raise InvalidArgument("otlp_endpoint", config.otlp_endpoint, allowed) from None
+    return Tracing(otlp_exporter(config.otlp_endpoint), engine.totals, time.monotonic)
 
 
 def _check_served(config: EngineConfig) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.errors import Cancelled, DeadlineExceeded, MtpError, Unavailable
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving.messages import Failed, Generate, Generated, RequestTimes
-from mtp_backend.serving.request_times import RequestClock
+from mtp_backend.serving.request_times import RequestClock, Work
 from mtp_backend.serving.session import Address, Send
+
+if TYPE_CHECKING:
+    from mtp_backend.serving.tracing import Tracing
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Generations:
         is_behind: whether a role has much left to take; its streams then wait, and get what came meanwhile at once.
         ended: is told what became of a request.
         clock: seconds, monotonic.
+        tracing: makes a span of each request; None for no spans.
     """
 
     def __init__(
@@ -47,12 +52,14 @@ class Generations:
         is_behind: Callable[[Address], bool],
         ended: Callable[[RequestTimes], None],
         clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._send = send
         self._is_behind = is_behind
         self._ended = ended
         self._clock = clock
+        self._tracing = tracing
         self._running: dict[Sequence, Generation] = {}
 
     def __len__(self) -> int:
@@ -80,20 +87,21 @@ class Generations:
         self._fail(address, message.request, error)
         self._ended(RequestTimes("error"))
 
-    def stepped(self, start: float) -> None:
+    def stepped(self, start: float, before: Work) -> None:
         """A step that began at `start` is over: some requests have taken part for the first time."""
         for sequence, generation in self._running.items():
             if generation.clock.started is None and sequence.status is not Status.WAITING:
-                generation.clock.started = start
+                generation.clock.start(start, before)
 
     def deliver(self, output: StepOutput) -> None:
         """Answers with the tokens that the engine has committed."""
         sequence = output.sequence
         generation = self._running[sequence]
-        generation.clock.tokens(self._clock())
+        generation.clock.tokens(self._clock(), self._engine.totals)
         if sequence.finish_reason:
             del self._running[sequence]
             self._ended(generation.clock.times(sequence.finish_reason, sequence.num_generated))
+            self._trace(sequence, generation, sequence.finish_reason)
         elif not generation.message.stream or self._is_behind(generation.address):
             return
         self._send(generation.address, _answer(sequence, generation))
@@ -138,9 +146,14 @@ class Generations:
             raise Unavailable(f"{queued} requests are waiting of at most {limit} (max_queue_size); try again later")
 
     def _end(self, sequence: Sequence, outcome: str) -> None:
-        del self._running[sequence]
+        generation = self._running.pop(sequence)
         self._engine.remove(sequence)
         self._ended(RequestTimes(outcome))
+        self._trace(sequence, generation, outcome)
+
+    def _trace(self, sequence: Sequence, generation: Generation, outcome: str) -> None:
+        if self._tracing is not None:
+            self._tracing.generated(generation.clock, generation.message.traceparent, sequence, outcome)
 
     def _fail(self, address: Address, request: int, error: MtpError) -> None:
         self._send(address, Failed(request, error.code, str(error)))

@@ -36,7 +36,8 @@ class Bye(Message):
 class Generate(Message):
     """Generate a whole text.
 
-    `priority`: lower goes first. `timeout`: seconds after which the request fails; None for never.
+    `priority`: lower goes first. `timeout`: seconds after which the request fails; None for never. `traceparent`: the
+    W3C header of that name, for the request's span.
     """
 
     request: int
@@ -45,10 +46,14 @@ class Generate(Message):
     stream: bool
     priority: int = 0
     timeout: float | None = None
+    traceparent: str | None = None
 
 
 class Step(Message):
-    """Verify and commit one step of a sequence. None: the client did not give the field."""
+    """Verify and commit one step of a sequence. None: the client did not give the field.
+
+    `priority`: of a START, lower goes first. `timeout`: seconds after which the request fails; None for never.
+    """
 
     request: int
     sequence: SequenceId
@@ -59,6 +64,9 @@ class Step(Message):
     step: int | None
     params: dict[str, Any] | None
     generated_ids: list[int] | None = None
+    priority: int = 0
+    timeout: float | None = None
+    traceparent: str | None = None
 
 
 class Propose(Message):

@@ -59,6 +59,9 @@ BOOLEANS = (
     *(name for name, values in NEUTRAL.items() if isinstance(values[0], bool)),
 )  # fmt: skip
 
+MAX_PRIORITY = 2**31 - 1
+MAX_TIMEOUT = 2**63 - 1
+
 
 def read(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
     """One set of fields from several, a later one in front of an earlier one: sampling parameters and options.
@@ -79,6 +82,24 @@ def read(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
     if any([checks.boolean(name, values.get(name, False)) for name in LOGPROBS]):
         values.setdefault("logprobs", 0)
     return {name: value for name, value in values.items() if name not in LOGPROBS[1:]}
+
+
+def take_priority(values: dict[str, Any]) -> int:
+    """Takes `priority` out of the fields; 0 if it is not among them.
+
+    Raises:
+        InvalidArgument: no integer of 32 bits.
+    """
+    return checks.integer("priority", values.pop("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def seconds(timeout: Any | None) -> float | None:
+    """`timeout`, in µs as everywhere in Triton, in seconds; None stays None.
+
+    Raises:
+        InvalidArgument: no positive integer.
+    """
+    return None if timeout is None else checks.integer("timeout", timeout, 1, MAX_TIMEOUT) / 1e6
 
 
 def _own_names(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     launcher = tritonserver.install(tritonserver.directory())
     logging.basicConfig(level=logging.INFO, format="mtp serve: %(message)s", stream=sys.stderr)
-    options = tritonserver.arguments(arguments.repository, arguments.drain_seconds) + reached.options()
+    options = tritonserver.arguments(arguments.repository, arguments.drain_seconds, traced=bool(config.otlp_endpoint))
+    options += reached.options()
     service = Service(
         [str(launcher), *options],
         arguments.repository,

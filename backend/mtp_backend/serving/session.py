@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mtp_backend.engine.engine import StepOutput
+from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
+from mtp_backend.errors import InvalidArgument
 from mtp_backend.serving.messages import Message, Propose, Step, Stepped
 
 # Where answers go: the role's address on the socket.
@@ -24,6 +25,8 @@ class Session:
         epoch: number of the START that made it; tells whether main and draft mean the same sequence.
         answer: the last step's answer, which the same step number gets again; None before the first.
         running: the step that is being computed, with its address.
+        traced: takes what became of that step, for its span; None for no span.
+        deadline: when that step's client is told that it took too long, in seconds of the clock; None for never.
         proposing: the draft request that is being computed.
         drafts: the drafts of the next step and their distributions; None until they are made.
         asked: whether its client has asked for them.
@@ -38,6 +41,8 @@ class Session:
     epoch: int
     answer: Stepped | None = None
     running: tuple[Address, Step] | None = None
+    traced: Callable[[Stepped | str], None] | None = None
+    deadline: float | None = None
     proposing: tuple[Address, Propose] | None = None
     drafts: tuple[list[int], list[Tensor]] | None = None
     asked: bool = False
@@ -71,6 +76,35 @@ class Session:
     def is_expected(self) -> bool:
         """Whether its next step is computed and another one follows."""
         return self.ahead is not None and not self.sequence.finish_reason
+
+    def wait(self, address: Address, message: Step, now: float) -> None:
+        """A client waits for the step that is computed next."""
+        self.running = (address, message)
+        self.deadline = None if message.timeout is None else now + message.timeout
+
+    def is_late(self, now: float) -> bool:
+        """Whether a client has waited for its step too long."""
+        return self.running is not None and self.deadline is not None and self.deadline <= now
+
+    def take_back(self, engine: Engine) -> None:
+        """Returns to what the client was told last; a client that does this once will do it again."""
+        self.taken_back = True
+        self.ahead = None
+        engine.take_back(self.sequence, self.answer.sequence_length)
+        self.sequence.draft_ids, self.sequence.draft_probs = self.drafts or ([], [])
+
+    def append(self, engine: Engine, message: Step) -> None:
+        """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
+        sequence = self.sequence
+        text, held = sequence.text, (sequence.draft_ids, sequence.draft_probs)
+        try:
+            engine.set_drafts(sequence, message.draft_ids or [])
+            engine.append(sequence, message.token_ids)
+        except InvalidArgument:
+            sequence.draft_ids, sequence.draft_probs = held
+            raise
+        if text is not None:
+            self.held_back += text.take(final=True)
 
     def answered(self, message: Step, token_ids: list[int], num_accepted: int) -> Stepped:
         """Makes the outcome of the next step the answer to a request."""

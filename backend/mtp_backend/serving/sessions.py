@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from mtp_backend.engine.engine import Engine, StepOutput
 from mtp_backend.engine.sequence import Sequence, Status
-from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, NotFound, Unavailable
+from mtp_backend.errors import Cancelled, DeadlineExceeded, InvalidArgument, MtpError, NotFound, Unavailable
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.serving.messages import Asked, Failed, Propose, Proposed, SequenceId, Step
 from mtp_backend.serving.session import Address, Send, Session, goes_on
+
+if TYPE_CHECKING:
+    from mtp_backend.serving.tracing import Tracing
 
 PATIENCE = 2  # batches that a step which ran ahead is expected to be asked for within
 
@@ -29,12 +33,14 @@ class Sessions:
     Args:
         send: gives an answer to a role.
         clock: seconds, monotonic.
+        tracing: makes a span of each step; None for no spans.
     """
 
-    def __init__(self, engine: Engine, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, send: Send, clock: Callable[[], float], tracing: Tracing | None = None) -> None:
         self._engine = engine
         self._send = send
         self._clock = clock
+        self._tracing = tracing
         self._sessions: dict[SequenceId, Session] = {}  # least recently used first
         self._by_sequence: dict[Sequence, SequenceId] = {}
         self._epoch = 0
@@ -91,9 +97,7 @@ class Sessions:
         if session.running is None:
             session.ahead, session.ahead_since = output, self._num_batches
         else:
-            address, message = session.running
-            session.running = None
-            self._answer(session, address, message, output.token_ids, output.num_accepted)
+            self._answer(session, output.token_ids, output.num_accepted)
 
     def end_batch(self) -> None:
         """Answers the draft requests that the engine's last step has served."""
@@ -126,6 +130,21 @@ class Sessions:
         for key in [k for k, s in self._sessions.items() if s.running is not None and s.running[0] == address]:
             self._end(key)
 
+    def expire_steps(self) -> None:
+        """Answers the steps whose time is over.
+
+        One that only goes on is computed all the same, and may be asked for again; another ends its sequence.
+        """
+        now = self._clock()
+        for key in [key for key, session in self._sessions.items() if session.is_late(now)]:
+            session = self._sessions[key]
+            _, message = session.running
+            error = DeadlineExceeded(f"{message.timeout:g} s (timeout) have passed before step {session.next_step}")
+            if message.start or message.end or not goes_on(message):
+                self._end(key, error)
+            else:
+                self._give_up(session, error)
+
     def expire(self) -> None:
         """Forgets the sequences that nobody has used for the configured time."""
         oldest = self._clock() - self._engine.config.sequence_ttl_seconds
@@ -150,6 +169,7 @@ class Sessions:
         sequence = self._engine.new_sequence(
             message.token_ids, params, paced=True, with_text=self._engine.tokenizer is not None
         )
+        sequence.priority = message.priority
         if message.generated_ids:
             self._engine.restore(sequence, message.generated_ids)
         if message.sequence in self._sessions:
@@ -186,11 +206,12 @@ class Sessions:
             self._catch_up(session, address, message)
         else:
             if session.is_ahead:
-                self._take_back(session)
+                session.take_back(self._engine)
             if message.token_ids:
-                self._append(session, message)
+                session.append(self._engine, message)
             if session.sequence.finish_reason:
-                self._answer(session, address, message, [], 0)
+                self._wait(session, address, message)
+                self._answer(session, [], 0)
                 return
             if message.draft_ids is not None:
                 self._engine.set_drafts(session.sequence, message.draft_ids)
@@ -198,61 +219,45 @@ class Sessions:
 
     def _catch_up(self, session: Session, address: Address, message: Step) -> None:
         """Answers with the step that ran ahead, once it is computed."""
-        if session.ahead is None:
-            session.running = (address, message)
-        else:
+        self._wait(session, address, message)
+        if session.ahead is not None:
             output, session.ahead = session.ahead, None
-            self._answer(session, address, message, output.token_ids, output.num_accepted)
-
-    def _take_back(self, session: Session) -> None:
-        """Returns to what the client was told last; a client that does this once will do it again."""
-        sequence = session.sequence
-        session.taken_back = True
-        session.ahead = None
-        self._engine.take_back(sequence, session.answer.sequence_length)
-        sequence.draft_ids, sequence.draft_probs = session.drafts
+            self._answer(session, output.token_ids, output.num_accepted)
 
     def _propose(self, session: Session, address: Address, message: Propose) -> None:
         session.drafts = session.sequence.draft_ids, session.sequence.draft_probs
         self._send(address, Proposed(message.request, session.sequence.draft_ids))
 
-    def _append(self, session: Session, message: Step) -> None:
-        """Appends the client's tokens, unless its drafts are wrong: a refused step changes nothing."""
-        sequence = session.sequence
-        text, held = sequence.text, (sequence.draft_ids, sequence.draft_probs)
-        try:
-            self._engine.set_drafts(sequence, message.draft_ids or [])
-            self._engine.append(sequence, message.token_ids)
-        except InvalidArgument:
-            sequence.draft_ids, sequence.draft_probs = held
-            raise
-        if text is not None:
-            session.held_back += text.take(final=True)
-
     def _run(self, session: Session, address: Address, message: Step) -> None:
         session.sequence.last_used = self._clock()
         session.sequence.wants_drafts = session.asked and not message.end
-        session.running = (address, message)
+        self._wait(session, address, message)
         self._engine.add(session.sequence)
 
     def _join_running(self, session: Session, address: Address, message: Step, number: int) -> None:
         """The client gave up waiting for a step and asks for it again: the answer goes to the new request."""
         if message.step is not None and number != session.next_step:
             raise InvalidArgument("step", number, f"{session.next_step} (it is running)")
-        old_address, old = session.running
-        self._fail(old_address, old.request, Cancelled(f"step {session.next_step} was asked for again"))
-        session.running = (address, message)
+        self._give_up(session, Cancelled(f"step {session.next_step} was asked for again"))
+        self._wait(session, address, message)
 
     def _repeat(self, session: Session, address: Address, message: Step) -> None:
         self._send(address, msgspec.structs.replace(session.answer, request=message.request))
         if message.end:
             self._end(message.sequence)
 
-    def _answer(
-        self, session: Session, address: Address, message: Step, token_ids: list[int], num_accepted: int
-    ) -> None:
+    def _wait(self, session: Session, address: Address, message: Step) -> None:
+        session.wait(address, message, self._clock())
+        session.traced = None if self._tracing is None else self._tracing.step(message.traceparent)
+
+    def _answer(self, session: Session, token_ids: list[int], num_accepted: int) -> None:
+        """Answers the client that waits."""
+        (address, message), session.running = session.running, None
         may_run_ahead = session.may_run_ahead and goes_on(message)
-        self._send(address, session.answered(message, token_ids, num_accepted))
+        answer = session.answered(message, token_ids, num_accepted)
+        self._send(address, answer)
+        if session.traced is not None:
+            session.traced(answer)
         if message.end:
             self._end(message.sequence)
         elif may_run_ahead:
@@ -274,9 +279,19 @@ class Sessions:
         del self._by_sequence[session.sequence]
         if session.sequence.status is not Status.FINISHED:
             self._engine.remove(session.sequence)
-        for waiting in (session.running, session.proposing):
-            if waiting is not None:
-                self._fail(waiting[0], waiting[1].request, error or NotFound("sequence lost: it has ended"))
+        error = error or NotFound("sequence lost: it has ended")
+        if session.running is not None:
+            self._give_up(session, error)
+        if session.proposing is not None:
+            address, message = session.proposing
+            self._fail(address, message.request, error)
+
+    def _give_up(self, session: Session, error: MtpError) -> None:
+        """Answers the client that waits with an error."""
+        (address, message), session.running = session.running, None
+        self._fail(address, message.request, error)
+        if session.traced is not None:
+            session.traced(error.code)
 
     def _fail(self, address: Address, request: int, error: MtpError) -> None:
         self._send(address, Failed(request, error.code, str(error)))

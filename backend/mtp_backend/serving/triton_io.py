@@ -112,6 +112,17 @@ def json_object(name: str, value: str | None) -> dict[str, Any] | None:
     return parsed
 
 
+def parameters(request: Any) -> dict[str, Any]:
+    """The request parameters."""
+    return json.loads(request.parameters() or "{}")
+
+
+def traceparent(values: dict[str, Any]) -> str | None:
+    """Takes the W3C header of that name out of the parameters; None if there is none, or no text of its length."""
+    value = values.pop("traceparent", None)
+    return value if isinstance(value, str) and len(value) <= MAX_ID_CHARACTERS else None
+
+
 def tensor(name: str, values: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     """An output tensor."""
     return pb_utils.Tensor(name, np.array(values, dtype=dtype).reshape(shape))

@@ -116,12 +116,14 @@ def directory() -> Path:
     return Path(sys.prefix) / "tritonserver"
 
 
-def arguments(repository: Path, drain_seconds: int) -> list[str]:
+def arguments(repository: Path, drain_seconds: int, traced: bool) -> list[str]:
     """The server's options but for who reaches it.
 
     Args:
         drain_seconds: the supervisor ends the server after this time; it shall not end by itself before.
+        traced: the models get the header `traceparent` of a request, as a parameter.
     """
+    headers = ("--http-header-forward-pattern", "--grpc-header-forward-pattern") if traced else ()
     return [
         f"--model-repository={repository}",
         "--model-control-mode=none",
@@ -130,4 +132,5 @@ def arguments(repository: Path, drain_seconds: int) -> list[str]:
         # The server gives a model's process a fixed time to come up: they shall not take it from each other.
         "--model-load-thread-count=1",
         f"--exit-timeout-secs={drain_seconds + 5}",
+        *(f"{option}=traceparent" for option in headers),
     ]

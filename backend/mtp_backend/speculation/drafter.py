@@ -10,8 +10,11 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import DraftChain
+from mtp_backend.graphs import DraftChain, Passes
+from mtp_backend.graphs.recorded import Function
 from mtp_backend.models import Networks
+from mtp_backend.models.layers.decoder import LayerCache
+from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.noise import DRAFT, exponential, stream_start
@@ -69,15 +72,25 @@ class Drafter(ABC):
     Args:
         config: how many drafts, and the row that one layer's pass hands to the next.
         cache: its last `config.num_draft_layers` layers are the drafts'.
+        passes: how the layers are called.
     """
 
     def __init__(
-        self, config: SpeculativeConfig, networks: Networks, cache: KVCache, block_size: int, device: torch.device
+        self,
+        config: SpeculativeConfig,
+        networks: Networks,
+        cache: KVCache,
+        passes: Passes,
+        block_size: int,
+        device: torch.device,
     ) -> None:
         self._config = config
         self._modules = networks.mtp
-        self._rotary = networks.rotary
-        self._caches = cache.layers[-config.num_draft_layers :]
+        self._passes = passes
+        self._functions = [
+            self._function(layer, networks.rotary, layer_cache)
+            for layer, layer_cache in enumerate(cache.layers[-config.num_draft_layers :])
+        ]
         self._block_size = block_size
         self._device = device
 
@@ -107,15 +120,12 @@ class Drafter(ABC):
         """
         layout = build_layout(spans, self._block_size, self._device)
         layout.selection = selection
-        rows = self._module(layer)(
-            torch.tensor(tokens, device=self._device),
-            torch.cat(hidden),
-            self._rotary,
-            layout,
-            self._caches[layer],
-            self._config.mask_pos0,
-        )
-        return rows, layout.selection
+        inputs = [torch.tensor(tokens, device=self._device), torch.cat(hidden)]
+        return self._passes.run(f"draft layer {layer}", self._functions[layer], inputs, layout), layout.selection
+
+    def _function(self, layer: int, rotary: RotaryTable, cache: LayerCache) -> Function:
+        module, mask_pos0 = self._module(layer), self._config.mask_pos0
+        return lambda inputs, layout: module(*inputs, rotary, layout, cache, mask_pos0)
 
     def _draw(self, logits: Tensor, work: list[DraftWork], drafts: list[Drafts]) -> None:
         """Adds one draft to those of each sequence, from its row of logits [len(work), vocab]."""
@@ -232,11 +242,16 @@ class VanillaDrafter(Drafter):
 
 
 def drafter_for(
-    config: SpeculativeConfig, networks: Networks, cache: KVCache, block_size: int, device: torch.device
+    config: SpeculativeConfig,
+    networks: Networks,
+    cache: KVCache,
+    passes: Passes,
+    block_size: int,
+    device: torch.device,
 ) -> Drafter:
     """The drafter of the configured mode."""
     mode = VanillaDrafter if config.use_mtp_vanilla else EagleDrafter
-    return mode(config, networks, cache, block_size, device)
+    return mode(config, networks, cache, passes, block_size, device)
 
 
 def _rows(selection: Tensor | None, rows: Tensor | list[int]) -> Tensor | None:

@@ -23,12 +23,13 @@ def default_url(protocol: str) -> str:
     return _DEFAULT_URLS[protocol]
 
 
-def server_timeout_us(timeout: float) -> int:
-    """Server-side timeout, in µs, that goes with a client-side one in seconds.
+def server_timeout_us(request: SequenceRequest, timeout: float) -> int:
+    """Server-side timeout, in µs, of a request that the client waits `timeout` seconds for.
 
     Shorter, so that a sequence stuck in the server's backlog ends with the server's reason.
     """
-    return int(timeout * 0.9e6)
+    longest = int(timeout * 0.9e6)
+    return longest if request.deadline_us is None else min(request.deadline_us, longest)
 
 
 class Transport(Protocol):

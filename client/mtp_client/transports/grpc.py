@@ -49,7 +49,7 @@ def _sequence_message(request: SequenceRequest, timeout: float) -> service_pb2.M
         "sequence_id": request.sequence_id,
         "sequence_start": request.start,
         "sequence_end": request.end,
-        "timeout": server_timeout_us(timeout),
+        "timeout": server_timeout_us(request, timeout),
     }
     return _message(request.model, request.inputs, parameters)
 

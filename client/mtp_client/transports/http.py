@@ -49,7 +49,7 @@ def _infer_call(request: SequenceRequest, timeout: float) -> dict[str, Any]:
         sequence_id=request.sequence_id,
         sequence_start=request.start,
         sequence_end=request.end,
-        timeout=server_timeout_us(timeout),
+        timeout=server_timeout_us(request, timeout),
     )
     return {
         "method": "POST",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
@@ -70,11 +69,12 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, layers, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, ops)
+        self.ops = ops
 
     def forward(self, token_ids: Tensor, rotary: RotaryTable, layout: BatchLayout, caches: list[LayerCache]) -> Tensor:
         """Token ids [T] → hidden rows [T, H] after the final norm, which both the head and the MTP module take."""
         angles = rotary(layout.positions)
-        x = F.embedding(token_ids, self.model.embed_tokens.weight)
+        x = self.ops.rows(self.model.embed_tokens.weight, token_ids)
         residual = None
         for layer, cache in zip(self.model.layers, caches, strict=True):
             x, residual = layer(x, residual, angles, layout, cache)

@@ -111,7 +111,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routed, shared = self.ops.beside(x, lambda rows: self.experts(rows, *self.gate(rows)), self.shared_experts)
-        return routed + shared
+        return self.ops.add(routed, shared)
 
 
 def feed_forward(config: ModelConfig, layer: int, ops: Ops) -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mtp_backend.models.config import YarnConfig
+from mtp_backend.ops import Ops
 
 
 class RotaryTable:
@@ -18,7 +19,13 @@ class RotaryTable:
     """
 
     def __init__(
-        self, dim: int, theta: float, max_positions: int, device: torch.device, yarn: YarnConfig | None = None
+        self,
+        dim: int,
+        theta: float,
+        max_positions: int,
+        device: torch.device,
+        ops: Ops,
+        yarn: YarnConfig | None = None,
     ):
         # Computed on the host: other devices' cosines may be coarse at large angles.
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -30,10 +37,11 @@ class RotaryTable:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         self._cos = (angles.cos() * magnitude).to(device)
         self._sin = (angles.sin() * magnitude).to(device)
+        self._ops = ops
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, dim / 2] each, of positions [T]."""
-        return self._cos[positions], self._sin[positions]
+        return self._ops.rows(self._cos, positions), self._ops.rows(self._sin, positions)
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:

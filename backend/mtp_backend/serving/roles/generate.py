@@ -17,8 +17,6 @@ from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
 # Inputs of several texts; an empty one is none.
 TEXTS = ("stop_words", "bad_words")
-MAX_PRIORITY = 2**31 - 1
-MAX_TIMEOUT = 2**63 - 1
 # Parameters that Triton's own frontends add: names and beginnings of names.
 RESERVED, RESERVED_PREFIX = "id", "triton_"
 
@@ -119,6 +117,7 @@ class GenerateRole(Role):
         }
         prompt = tensors.pop("text_input", "")  # this server lets a required input be left out
         parameters = self._request_parameters(request)
+        traceparent = triton_io.traceparent(parameters)
         below = parameters.pop("sampling_parameters", None)
         given = triton_io.json_object("sampling_parameters", tensors.pop("sampling_parameters", None) or below)
         values = request_fields.read([parameters, given or {}, tensors])
@@ -127,15 +126,13 @@ class GenerateRole(Role):
         echo = "" if checks.boolean("exclude_input_in_output", exclude) else prompt
         start = checks.boolean("add_special_tokens", values.pop("add_special_tokens", True))
         log_probs = values.pop("return_log_probs", False)
-        priority = checks.integer("priority", values.pop("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+        priority = request_fields.take_priority(values)
         given_timeout = values.pop("timeout", None)
-        timeout = request.timeout() or given_timeout  # µs, as everywhere in Triton
-        if timeout is not None:
-            timeout = checks.integer("timeout", timeout, 1, MAX_TIMEOUT) / 1e6
+        timeout = request_fields.seconds(request.timeout() or given_timeout)
         SamplingParams.from_dict(values)
         token_ids = self.tokenize("text_input", prompt, start=start)
         return (
-            lambda number: Generate(number, token_ids, values, stream, priority, timeout),
+            lambda number: Generate(number, token_ids, values, stream, priority, timeout, traceparent),
             GenerateReply(request, echo, self.decode, self._batch, log_probs),
         )
 
@@ -143,7 +140,7 @@ class GenerateRole(Role):
         return [text for text in (triton_io.text(name, value) for value in values) if text]
 
     def _request_parameters(self, request: Any) -> dict[str, Any]:
-        values = json.loads(request.parameters() or "{}")
+        values = triton_io.parameters(request)
         return {
             name: value for name, value in values.items() if name != RESERVED and not name.startswith(RESERVED_PREFIX)
         }

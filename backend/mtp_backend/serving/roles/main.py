@@ -8,7 +8,7 @@ import numpy as np
 
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling import SamplingParams
-from mtp_backend.serving import triton_io
+from mtp_backend.serving import request_fields, triton_io
 from mtp_backend.serving.messages import Step, Stepped
 from mtp_backend.serving.roles.role import Role, Submission, TritonReply
 
@@ -56,8 +56,22 @@ class MainRole(Role):
         step = triton_io.scalar(request, "step")
         parameters = triton_io.scalar(request, "sampling_parameters")
         params = triton_io.json_object("sampling_parameters", parameters) if parameters else None
+        priority = request_fields.take_priority(params or {})
+        timeout = request_fields.seconds(request.timeout() or None)
         SamplingParams.from_dict(params or {})
-        return (
-            lambda number: Step(number, sequence, start, end, token_ids, draft_ids, step, params, generated_ids),
-            MainReply(request),
+
+        traceparent = triton_io.traceparent(triton_io.parameters(request))
+        asked = (
+            sequence,
+            start,
+            end,
+            token_ids,
+            draft_ids,
+            step,
+            params,
+            generated_ids,
+            priority,
+            timeout,
+            traceparent,
         )
+        return lambda number: Step(number, *asked), MainReply(request)

@@ -1,0 +1,90 @@
+#include "program.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <exception>
+
+namespace mtp {
+namespace {
+
+thread_local Program* recording = nullptr;
+
+std::int64_t threads_for(const Phase& phase) {
+  return std::clamp<std::int64_t>(phase.plan ? phase.plan() : phase.threads, 1, at::get_num_threads());
+}
+
+}  // namespace
+
+void perform(Phase phase) {
+  std::int64_t threads = threads_for(phase);
+  at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t thread = begin; thread < end; ++thread) phase.work(thread, threads);
+  });
+  if (recording) recording->phases_.push_back(std::move(phase));
+}
+
+Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
+  std::int64_t bytes = std::int64_t(c10::elementSize(type));
+  for (std::int64_t size : shape) bytes *= size;
+  Tensor* chosen = nullptr;
+  // None of more than twice the size: what a program keeps would take it from all others.
+  for (Tensor& buffer : buffers_)
+    if (buffer.storage().use_count() == 1 && buffer.numel() >= bytes && buffer.numel() <= 2 * bytes &&
+        (!chosen || buffer.numel() < chosen->numel()))
+      chosen = &buffer;
+  if (!chosen) {
+    buffers_.push_back(at::empty({std::max<std::int64_t>(bytes, 1)}, at::device(at::kCPU).dtype(at::kByte)));
+    chosen = &buffers_.back();
+  }
+  return chosen->narrow(0, 0, bytes).view(type).view(shape);
+}
+
+std::int64_t Pool::num_bytes() const {
+  std::int64_t total = 0;
+  for (const Tensor& buffer : buffers_) total += buffer.numel();
+  return total;
+}
+
+Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type) {
+  return recording ? recording->pool_->take(shape, type) : at::empty(shape, at::device(at::kCPU).dtype(type));
+}
+
+void Program::begin() {
+  TORCH_CHECK(!recording, "a program is being recorded already");
+  phases_.clear();
+  recording = this;
+}
+
+void Program::end() { recording = nullptr; }
+
+void Program::run() const {
+  std::int64_t share = 0;
+  std::exception_ptr failure;
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    std::int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
+    for (const Phase& phase : phases_) {
+      std::int64_t threads = std::min(phase.threads, all);
+      if (phase.plan) {
+        if (!thread) {
+          try {
+            share = std::clamp<std::int64_t>(phase.plan(), 1, all);
+          } catch (...) {
+            failure = std::current_exception();
+          }
+        }
+#pragma omp barrier
+        if (failure) break;
+        threads = share;
+      }
+      if (thread < threads) phase.work(thread, threads);
+#pragma omp barrier
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace mtp

@@ -1,0 +1,58 @@
+// How operations are performed: in phases, at once or again as parts of a recorded program.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace mtp {
+
+using at::Tensor;
+
+// A part of an operation, behind which its threads meet. It holds pointers into tensors, not the tensors.
+struct Phase {
+  // The threads that it is worth; or a function for one thread, called before the work, that tells it and prepares it.
+  std::int64_t threads = 1;
+  std::function<std::int64_t()> plan;
+  std::function<void(std::int64_t thread, std::int64_t threads)> work;
+};
+
+// Does a phase, and keeps it if a program is being recorded.
+void perform(Phase phase);
+
+// Memory of programs that run one at a time. What a program's tensors have left is there for the next ones.
+class Pool {
+ public:
+  Tensor take(at::IntArrayRef shape, at::ScalarType type);
+  std::int64_t num_bytes() const;
+
+ private:
+  std::vector<Tensor> buffers_;
+};
+
+// The phases of all operations between `begin` and `end`, on the tensors that they had then. Tensors that operations
+// make in between are of the pool; what reads them later must keep them.
+class Program {
+ public:
+  explicit Program(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
+  void begin();
+  void end();
+  // Performs the phases in one parallel region, without torch.
+  void run() const;
+
+ private:
+  friend void perform(Phase);
+  friend Tensor new_tensor(at::IntArrayRef, at::ScalarType);
+  std::shared_ptr<Pool> pool_;
+  std::vector<Phase> phases_;
+};
+
+// A tensor without values, of the pool while a program is being recorded.
+Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type);
+
+inline Tensor new_tensor(at::IntArrayRef shape) { return new_tensor(shape, at::kBFloat16); }
+
+}  // namespace mtp

@@ -156,6 +156,7 @@ class EngineConfig:
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
             "batch_expansion", each as a sequence of its own. The result is the same.
+        multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
         otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
@@ -179,6 +180,7 @@ class EngineConfig:
     graph_mode: str | None = None
     graph_capture_sizes: tuple[int, ...] | None = None
     attention_strategy: str = "tnd"
+    multistream_shared_expert: bool = False
     num_threads: int | None = None
     otlp_endpoint: str = ""
 
@@ -211,6 +213,11 @@ class EngineConfig:
             raise InvalidArgument("otlp_endpoint", self.otlp_endpoint, "an http:// or https:// URL, or empty")
         # Every running sequence must be able to verify its drafts in the same batch, or decoding starves.
         checks.integer("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_drafts))
+        checks.boolean("multistream_shared_expert", self.multistream_shared_expert)
+        if self.multistream_shared_expert and self.device != "npu":
+            raise InvalidArgument("multistream_shared_expert", True, f"false with device {self.device}")
+        if self.multistream_shared_expert and self.graph_mode == "torchair":
+            raise InvalidArgument("multistream_shared_expert", True, "false with graph_mode torchair")
         self._check_graphs()
 
     def _check_graphs(self) -> None:

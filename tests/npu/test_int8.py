@@ -170,7 +170,7 @@ def test_text_equals_cpu(make_llm, int8_checkpoint, name, k):
     path = str(int8_checkpoint(name))
     texts = []
     for device in ("npu", "cpu"):
-        llm = make_llm(name, device, k, "bfloat16", path, ops=PlainOps())
+        llm = make_llm(name, device, k, "bfloat16", path, ops=PlainOps(), graph_mode="eager")
         prompts = [llm.engine.tokenizer.encode(TEXT, add_special_tokens=False).ids[start:] for start in range(3)]
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         texts.append([output.token_ids for output in llm.generate(prompts, params)])

@@ -59,10 +59,12 @@ class Trace:
 
     Attributes:
         operations: how often each operation ran.
+        launches: each operation with the id of its stream, in order.
         copies: "host to device" and "device to host" → bytes of each copy.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
+    launches: list[tuple[str, int]] = field(default_factory=list)
     copies: dict[str, list[int]] = field(default_factory=lambda: {"host to device": [], "device to host": []})
 
 
@@ -153,6 +155,7 @@ def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
 def _execute(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     for trace in _traces:
         trace.operations[name] += 1
+        trace.launches.append((name, torch.npu.current_stream().stream_id))
         if name == "aten::_local_scalar_dense":
             trace.copies["device to host"].append(args[0].element_size())
     originals: list[tuple[Tensor, Tensor]] = []

@@ -26,6 +26,7 @@ WRONG = {
     "graph_mode": ("npugraph", "inductor", "", 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
+    "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {
@@ -192,6 +193,14 @@ def test_capture_sizes():
 def test_graphs_make_a_fixed_number_of_drafts(speculative):
     with pytest.raises(InvalidArgument, match="allowed: nothing with graph_mode npugraph: its graphs make all drafts"):
         EngineConfig("somewhere", speculative, device="npu", graph_mode="npugraph")
+
+
+def test_multistream_shared_expert():
+    config = EngineConfig("somewhere", device="npu", graph_mode="npugraph", multistream_shared_expert=True)
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    for options in ({"device": "cpu"}, {"device": "npu", "graph_mode": "torchair"}):
+        with pytest.raises(InvalidArgument, match="multistream_shared_expert: got True; allowed: false with"):
+            EngineConfig("somewhere", multistream_shared_expert=True, **options)
 
 
 def test_attention_strategy():

@@ -101,6 +101,32 @@ def test_open_nodes(tmp_path, nested):
     assert open_nodes(path) == OPEN
 
 
+def test_nodes_with_their_outputs_as_texts(tmp_path):
+    """torchair's other format."""
+    nodes = ""
+    for name, kind, inputs, shape in [
+        ("tokens", "Data", [], "shape {\n  dim: -1\n}\n"),
+        ("weight", "Data", [], "shape {\n  dim: 96\n}\n"),
+        (
+            "Gather",
+            "GatherV2",
+            ["weight:0", "tokens:0"],
+            'attr {\n  key: "_meta"\n  value {\n    s: "torch.Size([s77])"\n  }\n}',
+        ),
+    ]:
+        nodes += f'node {{\n    name: "{name}"\n    op: "{kind}"\n'
+        nodes += "".join(f'    input: "{own}"\n' for own in inputs)
+        nodes += (
+            f'    attr {{\n        key: "[o]y"\n        value {{\n            s: {shape!r}\n        }}\n    }}\n}}\n'
+        )
+    path = tmp_path / "graph.pbtxt"
+    path.write_text(nodes)
+    assert open_nodes(path) == [
+        OpenNode("tokens", "Data", ["[-1]"], made_here=True),
+        OpenNode("Gather", "GatherV2", ["[s77]"], made_here=False),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

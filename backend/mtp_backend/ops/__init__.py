@@ -11,8 +11,8 @@ __all__ = ["BatchLayout", "CacheShape", "Int8Ops", "Ops", "ReferenceOps", "ops_f
 log = logging.getLogger("mtp.ops")
 
 
-def ops_for(device: str, attention_strategy: str = "tnd") -> Ops:
-    """Returns the operations of a device; the configuration has checked both names.
+def ops_for(device: str, attention_strategy: str = "tnd", multistream: bool = False) -> Ops:
+    """Returns the operations of a device; the configuration has checked the values, which `NpuOps` explains.
 
     Raises:
         InvalidArgument: torch_npu or what it needs is not installed.
@@ -32,4 +32,4 @@ def ops_for(device: str, attention_strategy: str = "tnd") -> Ops:
         raise InvalidArgument(
             "device", device, f"cpu; npu needs CANN and `pip install torch_npu==2.13.0` ({error})"
         ) from error
-    return NpuOps(attention_strategy)
+    return NpuOps(attention_strategy, multistream)

@@ -6,6 +6,7 @@ I intermediate size of an expert. A KV cache tensor is [num_blocks, block_size, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -153,6 +154,9 @@ class Ops(Protocol):
 
     def swiglu(self, x: Tensor) -> Tensor:
         """silu(gate) · up for x [..., 2I] with the gate half first → [..., I]."""
+
+    def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """first(x) and second(x), which do not depend on each other; a device may compute them side by side."""
 
 
 class Int8Ops(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import torch_npu
@@ -21,22 +23,28 @@ class NpuOps(ComposedOps):
     Args:
         attention_strategy: "tnd": the rows of a verify step are rows of one sequence, under a causal mask.
             "batch_expansion": each row is a sequence with a length of its own in the same blocks, and has no mask.
+        multistream: `beside` computes the second function on a stream of its own.
     """
 
     int8 = NpuInt8()
 
-    def __init__(self, attention_strategy: str = "tnd") -> None:
+    def __init__(self, attention_strategy: str = "tnd", multistream: bool = False) -> None:
+        self._side = torch.npu.Stream() if multistream else None
         # Sequences of more rows are pieces of prompts.
         self._most_expanded = rules.MOST_LATENT_ROWS if attention_strategy == "batch_expansion" else 0
         # The attention takes the upper triangle of a fixed size for every causal batch.
         self._mask = torch.ones(rules.MASK_SHAPE, dtype=torch.bool).triu(1).to("npu")
         self._batch: tuple[BatchLayout | None, AttentionBatch | None] = None, None
+        self._angles: tuple[Tensor | None, dict[tuple[bool, torch.dtype], list[Tensor]]] = None, {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rules.check_same_type("npu_rms_norm", input=x, gamma=weight)
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            # torchair would join it with a following conversion, to an operation that older versions of CANN lack.
+            return super().add_rms_norm(x, residual, weight, eps)
         rules.check_norm(x, residual, weight)
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
@@ -47,11 +55,7 @@ class NpuOps(ComposedOps):
             return torch.cat([self.rotary(x[..., :size], cos, sin, interleaved), x[..., size:]], dim=-1)
         # In float32: npu_interleave_rope and angles of 16 bits would lose what the angles' precision gives.
         rules.check_rotary(*x.shape[1:])
-        if interleaved:
-            # Not repeat_interleave, which torchair has no conversion for.
-            cos, sin = (torch.stack([part, part], dim=-1).flatten(1) for part in (cos, sin))
-        else:
-            cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
+        cos, sin = self._wide_angles(cos, sin, interleaved, torch.float32)
         mode = "interleave" if interleaved else "half"
         turned = torch_npu.npu_rotary_mul(x[None].float(), cos[None, :, None], sin[None, :, None], mode)
         return turned[0].to(x.dtype)
@@ -74,8 +78,10 @@ class NpuOps(ComposedOps):
     ) -> None:
         """Rope keys are stored with their pairs apart (x0, x2, …, x1, x3, …), as the fused operation writes them."""
         sizes = latent.shape[-1], rope.shape[-1]
-        if cache_rules.writes_latent(x.dtype, interleaved, *sizes, latent.shape[1]):
-            cos, sin = (torch.cat([part, part], dim=-1).to(x.dtype)[None, None] for part in (cos, sin))
+        # torch.compile would drop the operation: its schema does not say that it writes.
+        fused = not torch.compiler.is_compiling()
+        if fused and cache_rules.writes_latent(x.dtype, interleaved, *sizes, latent.shape[1]):
+            cos, sin = (part[None, None] for part in self._wide_angles(cos, sin, False, x.dtype))
             kv = x[None, None]
             cache_rules.check_latent_write(kv, weight, cos, slots, rope, latent)
             torch_npu.npu_kv_rmsnorm_rope_cache(kv, weight, cos, sin, slots, rope, latent, epsilon=eps, cache_mode="PA")
@@ -157,6 +163,31 @@ class NpuOps(ComposedOps):
         rules.check_same_type("npu_swiglu", input=x)
         return torch_npu.npu_swiglu(x)
 
+    def _wide_angles(self, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
+        """cos and sin of each element, [T, 2A]. All layers of a pass share one pair of tensors [T, A]."""
+        if torch.compiler.is_compiling():
+            return _wide(cos, sin, interleaved, dtype)  # a compiled pass keeps nothing outside itself
+        if self._angles[0] is not cos:
+            self._angles = cos, {}
+        known = self._angles[1]
+        if (interleaved, dtype) not in known:
+            known[interleaved, dtype] = _wide(cos, sin, interleaved, dtype)
+        return known[interleaved, dtype]
+
+    def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        if self._side is None:
+            return super().beside(x, first, second)
+        main = torch.npu.current_stream()
+        self._side.wait_stream(main)
+        with torch.npu.stream(self._side):
+            other = second(x)
+        # Memory is handed out again in the order of the stream that it was taken on: the other stream must be known.
+        x.record_stream(self._side)
+        result = first(x)
+        main.wait_stream(self._side)
+        other.record_stream(main)
+        return [result, other]
+
     def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
         """All layers of a pass share one layout, and one copy of it on the device."""
         if isinstance(layout.query_ends, Tensor):
@@ -205,6 +236,14 @@ class NpuOps(ComposedOps):
             sparse_mode=sparse_mode,
             block_size=block_size,
         )[0]
+
+
+def _wide(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
+    if interleaved:  # not repeat_interleave, which torchair has no conversion for
+        wide = [torch.stack([part, part], dim=-1).flatten(1) for part in (cos, sin)]
+    else:
+        wide = [torch.cat([part, part], dim=-1) for part in (cos, sin)]
+    return [part.to(dtype) for part in wide]
 
 
 def _pairs_apart(x: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Sizes that graph dumps leave open, and the operations that open them.
 
-torchair writes a graph that it converts (`dynamo_*.txt`, `dynamo_*.pbtxt`), and the graph engine those that it compiles
+torchair writes a graph that it converts (`dynamo_*.txt`), and the graph engine those that it compiles
 (`ge_proto_*.txt`), in the text format of protocol buffers: blocks `op` with a name, a type, the names of the inputs'
-operations and a shape for each output. An open size is −1; −2 stands for an open number of sizes. torchair gives
-numbers for a graph's inputs only, and for every output the shape that torch has for it, with a symbol such as s77 for
-an open size.
+operations and a block `output_desc` with a shape for each output. In torchair's `dynamo_*.pbtxt` the blocks are `node`,
+the type is `op`, and the text of an output_desc is an attribute. An open size is −1; −2 stands for an open number of
+sizes. torchair gives numbers for a graph's inputs only, and for every output the shape that torch has for it, with a
+symbol such as s77 for an open size.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,12 +77,14 @@ def open_nodes(path: Path) -> list[OpenNode]:
     Raises:
         InvalidArgument: the file is no dump of a graph.
     """
-    operations = list(_parse(path).all("op"))
+    where = str(path)
+    top = _parse(path.read_text(encoding="utf-8", errors="replace"), where)
+    operations = [*top.all("op"), *top.all("node")]
     if not operations:
-        raise InvalidArgument("--graphs", str(path), "the dump of a graph with operations")
+        raise InvalidArgument("--graphs", where, "the dump of a graph with operations")
     open_names, found = set(), []
     for own in operations:
-        shapes = [_sizes(output) for output in own.blocks.get("output_desc", [])]
+        shapes = [_sizes(output) for output in _outputs(own, where)]
         opened = [shape for shape in shapes if not all(size.isdigit() for size in shape)]
         if not opened:
             continue
@@ -88,9 +92,25 @@ def open_nodes(path: Path) -> list[OpenNode]:
         sources = {source.strip('"').rpartition(":")[0] for source in own.values.get("input", [])}
         made_here = not sources & open_names
         found.append(
-            OpenNode(own.text("name"), own.text("type"), [f"[{', '.join(shape)}]" for shape in opened], made_here)
+            OpenNode(
+                own.text("name"),
+                own.text("type") or own.text("op"),
+                [f"[{', '.join(shape)}]" for shape in opened],
+                made_here,
+            )
         )
     return found
+
+
+def _outputs(operation: _Message, where: str) -> Iterator[_Message]:
+    yield from operation.blocks.get("output_desc", [])
+    for attribute in operation.blocks.get("attr", []):
+        if attribute.text("key").startswith("[o]"):
+            try:
+                text = ast.literal_eval(attribute.blocks["value"][0].values["s"][0])
+            except (ValueError, SyntaxError, LookupError) as error:
+                raise InvalidArgument("--graphs", where, f"outputs as quoted texts ({error})") from error
+            yield _parse(text, where)
 
 
 def _sizes(output: _Message) -> list[str]:
@@ -100,10 +120,10 @@ def _sizes(output: _Message) -> list[str]:
     return [size for shape in output.blocks.get("shape", []) for size in shape.values.get("dim", [])]
 
 
-def _parse(path: Path) -> _Message:
+def _parse(text: str, where: str) -> _Message:
     top = _Message()
     stack = [top]
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         line = line.strip()
         if opening := OPENING.match(line):
             block = _Message()
@@ -114,7 +134,7 @@ def _parse(path: Path) -> _Message:
         elif value := VALUE.match(line):
             stack[-1].values.setdefault(value[1], []).append(value[2])
         elif line and not line.startswith("#"):
-            raise InvalidArgument("--graphs", f"line {number} of {path}", "the text format of protocol buffers")
+            raise InvalidArgument("--graphs", f"line {number} of {where}", "the text format of protocol buffers")
     if len(stack) > 1:
-        raise InvalidArgument("--graphs", str(path), "a dump whose blocks are closed")
+        raise InvalidArgument("--graphs", where, "a dump whose blocks are closed")
     return top

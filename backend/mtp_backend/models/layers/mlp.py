@@ -110,7 +110,8 @@ class MoE(nn.Module):
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.add(self.experts(x, *self.gate(x)), self.shared_experts(x))
+        routed, shared = self.ops.beside(x, lambda rows: self.experts(rows, *self.gate(rows)), self.shared_experts)
+        return self.ops.add(routed, shared)
 
 
 def feed_forward(config: ModelConfig, layer: int, ops: Ops) -> nn.Module:

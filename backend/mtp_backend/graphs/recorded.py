@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtp_backend.config import EngineConfig
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models import Networks
-from mtp_backend.ops import BatchLayout, Ops, ReferenceOps
+from mtp_backend.ops import BatchLayout, Ops
 
 Function = Callable[[list[Tensor], BatchLayout], Tensor]
 MOST_PROGRAMS = 256  # about a megabyte each for 24 layers of width 1,024
@@ -100,7 +100,7 @@ def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.
     needs = {
         "device cpu": config.device == "cpu",
         "dtype bfloat16": dtype is torch.bfloat16,
-        "the native operations (./build.sh setup)": type(ops) is not ReferenceOps,
+        "the native operations (./build.sh setup)": ops.recordable,
         "a checkpoint without sparse attention": not hasattr(networks.config, "index_topk"),
         "no speculative.mask_pos0": not (config.speculative and config.speculative.mask_pos0),
     }

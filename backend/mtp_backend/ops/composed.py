@@ -15,6 +15,7 @@ class ComposedOps:
     """The part of `Ops` that does not depend on the device; its subclass has the rest."""
 
     int8: Int8Ops | None = None
+    recordable = False
 
     def rows(self, table: Tensor, indices: Tensor) -> Tensor:
         return F.embedding(indices, table)

@@ -17,6 +17,8 @@ from mtp_backend.ops.reference import ReferenceOps
 class CpuOps(ReferenceOps):
     """Implements `Ops`; what is not here has no kernel yet."""
 
+    recordable = True
+
     def rows(self, table: Tensor, indices: Tensor) -> Tensor:
         return native.rows(table, indices)
 

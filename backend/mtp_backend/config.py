@@ -123,7 +123,7 @@ class SpeculativeConfig:
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
-GRAPH_MODES = {"cpu": {"eager"}, "npu": {"eager", "npugraph", "torchair"}}
+GRAPH_MODES = {"cpu": {"eager", "inductor"}, "npu": {"eager", "npugraph", "torchair"}}
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class EngineConfig:
         enable_prefix_caching: texts that begin alike share what the cache holds of their common beginning.
         max_sequences: client-paced sequences held at once; they keep their tokens while they wait for their client.
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
-        graph_mode: how decoding batches run: "eager", operation by operation; on an NPU also by graphs of fixed shape,
-            which are captured ("npugraph") or compiled ("torchair") once.
+        graph_mode: how decoding batches run: "eager", operation by operation; or by graphs of fixed shape, which are made
+            once: on an NPU captured ("npugraph") or compiled ("torchair"), on a CPU compiled ("inductor").
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or

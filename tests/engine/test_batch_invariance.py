@@ -49,7 +49,7 @@ def test_greedy_text_with_drafts_and_in_a_batch_is_the_text_alone(checkpoint):
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = []
     for k in range(5):
-        with patch("mtp_backend.engine.engine.ops_for", lambda _: RowByRow()):
+        with patch("mtp_backend.engine.engine.ops_for", lambda *_: RowByRow()):
             llm = LLM(
                 str(CHECKPOINTS / f"{checkpoint}-demo"),
                 {"num_speculative_tokens": k} if k else None,

@@ -64,7 +64,7 @@ def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
     """
 
     def make(name: str, device: str, k: int, dtype: str, path: str | None = None, **options: object) -> LLM:
-        with patch("mtp_backend.engine.engine.ops_for", (lambda _: ReferenceOps()) if device == "cpu" else ops_for):
+        with patch("mtp_backend.engine.engine.ops_for", (lambda *_: ReferenceOps()) if device == "cpu" else ops_for):
             return LLM(
                 path or checkpoint(name),
                 {"num_speculative_tokens": k} if k else None,

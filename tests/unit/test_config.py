@@ -22,7 +22,7 @@ WRONG = {
     "enable_prefix_caching": (1, 0, None, "true", [True]),
     "max_sequences": (*WRONG_INTEGERS, None),
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
-    "graph_mode": ("npugraph", "inductor", "", None, 1),  # of a CPU
+    "graph_mode": ("npugraph", "torchair", "", None, 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
     "num_threads": WRONG_INTEGERS,
 }

@@ -28,4 +28,8 @@ def graph_mode_for(name: str) -> GraphMode | None:
         from mtp_backend.graphs.torchair import TorchairMode
 
         return TorchairMode()
+    if name == "inductor":
+        from mtp_backend.graphs.inductor import InductorMode
+
+        return InductorMode()
     return None

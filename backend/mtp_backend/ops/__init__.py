@@ -11,12 +11,16 @@ __all__ = ["BatchLayout", "CacheShape", "Ops", "ReferenceOps", "ops_for"]
 log = logging.getLogger("mtp.ops")
 
 
-def ops_for(device: str) -> Ops:
-    """Returns the operations of a device; the configuration has checked its name.
+def ops_for(device: str, graph_mode: str = "eager") -> Ops:
+    """Returns the operations of a device for a graph mode; the configuration has checked both names.
 
     Raises:
         InvalidArgument: torch_npu or what it needs is not installed.
     """
+    if graph_mode == "inductor":
+        from mtp_backend.ops.compiled import CompiledOps
+
+        return CompiledOps()
     if device == "cpu":
         try:
             from mtp_backend.ops.cpu import CpuOps

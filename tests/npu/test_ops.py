@@ -145,7 +145,7 @@ def test_grouped_query_attention(ops, batch, kv_heads, dtype):
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_batch_expansion_gives_the_same(ops, batch):
-    expanding = ops_for("npu", "batch_expansion")
+    expanding = ops_for("npu", attention_strategy="batch_expansion")
     for method, block_size, shapes, queries in [
         ("mla_attention", 16, [(1, 512), (1, 64)], [(8, 512), (8, 64)]),
         ("gqa_attention", 128, [(4, 128)] * 2, [(12, 128)]),

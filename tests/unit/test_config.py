@@ -23,7 +23,7 @@ WRONG = {
     "max_sequences": (*WRONG_INTEGERS, None),
     "otlp_endpoint": (None, 4318, "127.0.0.1:4318", "ftp://a", "http://", "http://a b"),
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
-    "graph_mode": ("npugraph", "inductor", "", 1),  # of a CPU
+    "graph_mode": ("npugraph", "torchair", "", 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU

@@ -36,6 +36,7 @@ from mtp_backend.graphs import (
     num_dummy_blocks,
     passes_for,
 )
+from mtp_backend.graphs.inductor import check_inductor
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
@@ -94,12 +95,14 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
-        ops = ops_for(config.device, config.attention_strategy, config.multistream_shared_expert)
+        ops = ops_for(config.device, config.graph_mode, config.attention_strategy, config.multistream_shared_expert)
         self.device = torch.device(config.device)
         self._verifier = Verifier(config.speculative, self.tokenizer, self.vocab_size)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "npu":
             check_model(model, dtype, config.block_size)
+        if config.graph_mode == "inductor":
+            check_inductor(model, dtype)
         num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
         shapes = model.cache_shapes(num_draft_layers)
         num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))

@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 
-def graph_mode_for(name: str) -> GraphMode | None:
-    """The mode of a configuration that has been checked; None for "eager"."""
+def graph_mode_for(name: str | None) -> GraphMode | None:
+    """The mode of a configuration that has been checked; None where it has no graphs."""
     if name == "npugraph":
         from mtp_backend.graphs.npugraph import NpuGraphMode
 
@@ -34,4 +34,8 @@ def graph_mode_for(name: str) -> GraphMode | None:
         from mtp_backend.graphs.torchair import TorchairMode
 
         return TorchairMode()
+    if name == "inductor":
+        from mtp_backend.graphs.inductor import InductorMode
+
+        return InductorMode()
     return None

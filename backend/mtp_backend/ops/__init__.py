@@ -11,12 +11,20 @@ __all__ = ["BatchLayout", "CacheShape", "Int8Ops", "Ops", "ReferenceOps", "ops_f
 log = logging.getLogger("mtp.ops")
 
 
-def ops_for(device: str, attention_strategy: str = "tnd", multistream: bool = False) -> Ops:
-    """Returns the operations of a device; the configuration has checked the values, which `NpuOps` explains.
+def ops_for(
+    device: str, graph_mode: str | None = None, attention_strategy: str = "tnd", multistream: bool = False
+) -> Ops:
+    """Returns the operations of a device for a graph mode.
+
+    The configuration has checked the values, of which `NpuOps` explains the last two.
 
     Raises:
         InvalidArgument: torch_npu or what it needs is not installed.
     """
+    if graph_mode == "inductor":
+        from mtp_backend.ops.compiled import CompiledOps
+
+        return CompiledOps()
     if device == "cpu":
         try:
             from mtp_backend.ops.cpu import CpuOps

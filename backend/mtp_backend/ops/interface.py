@@ -52,9 +52,11 @@ class Ops(Protocol):
 
     Attributes:
         int8: the products of int8 weights, on a device that has them; elsewhere such weights are dequantised.
+        recordable: whether all that a pass needs in bfloat16 are operations that can be recorded (`graphs.recorded`).
     """
 
     int8: Int8Ops | None
+    recordable: bool
 
     def rows(self, table: Tensor, indices: Tensor) -> Tensor:
         """The rows [T] of a table [N, width] → [T, width]."""

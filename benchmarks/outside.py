@@ -64,7 +64,7 @@ class NetworkSeconds:
             module.register_module_forward_hook(self._after),
         ]
         self._run = native.Program.run
-        native.Program.run = self._timed_run
+        native.Program.run = lambda program: self._timed_run(program)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import PlainPasses
+from mtp_backend.graphs import GraphContext, PlainPasses
 from mtp_backend.models import build_networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import BatchLayout, ops_for
@@ -49,7 +49,9 @@ class Paged:
         shapes = self.networks.config.cache_shapes(num_layers)
         self.cache = KVCache(shapes, num_blocks, block_size, dtype, CPU)
         self.num_draft_layers = num_layers
-        self.drafter = drafter_for(speculative, self.networks, self.cache, PlainPasses(), block_size, CPU)
+        where = self.networks, self.cache, block_size, CPU
+        context = GraphContext(*where, PlainPasses(), None, [], max_blocks=num_blocks, dummy_block=num_blocks)
+        self.drafter = drafter_for(speculative, context)
         self.block_size = block_size
         self.before_pass = before_pass
         self._free = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)

@@ -155,3 +155,17 @@ def test_errors_come_out_of_a_program(threads):
                 passes.run("experts", forward, given, layout(1))
         else:
             assert torch.equal(passes.run("experts", forward, given, layout(1)), forward(given, None))
+
+
+def test_indices_are_checked_again():
+    """A recorded pass reads no row that a table does not have."""
+    passes = RecordedPasses(max_tokens=4)
+    table = normal(5, 8)
+    for index, wrong in ((4, False), (5, True), (-1, True), (0, False)):
+        given = [torch.tensor([index])]
+        if wrong:
+            with pytest.raises(RuntimeError, match=f"indices: {index}; allowed: 0 to 4"):
+                passes.run("rows", lambda own, _: native.rows(table, own[0]), given, layout(1))
+        else:
+            result = passes.run("rows", lambda own, _: native.rows(table, own[0]), given, layout(1))
+            assert torch.equal(result, table[index : index + 1])

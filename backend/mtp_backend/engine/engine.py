@@ -142,7 +142,7 @@ class Engine:
         self._runner = TargetRunner(networks, GraphTarget(graphs) if mode else EagerTarget(graphs))
         self._drafter = None
         if networks.mtp:
-            self._drafter = drafter_for(config.speculative, networks, cache, passes, config.block_size, self.device)
+            self._drafter = drafter_for(config.speculative, graphs)
             if mode and not config.speculative.use_mtp_vanilla:
                 self._drafter.chain = DraftChain(config.speculative, graphs)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)

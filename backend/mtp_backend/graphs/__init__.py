@@ -1,4 +1,4 @@
-"""Graphs of fixed shape for decoding: buckets, padding and the modes that compile or capture them."""
+"""Passes of the networks: recorded on a CPU, or by graphs of fixed shape with their buckets, padding and modes."""
 
 from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.chain import DraftChain

@@ -52,8 +52,8 @@ class RecordedPasses:
     same tensors, and the operations performed in one parallel region, without Python, torch or new memory between them.
 
     A shape is that of the inputs, the number of sequences, and the blocks of the longest rounded up to a power of two.
-    No batch is padded with tokens. Recorded functions read and write tensors of fixed address only, by native operations
-    only; any other fails by its name.
+    No batch is padded with tokens. Recorded functions read and write tensors of fixed address only, and by native
+    operations only; any other fails by its name.
 
     Args:
         max_tokens: of a batch that is recorded; larger ones, which have prompts, are called as they are.

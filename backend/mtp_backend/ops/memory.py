@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -23,8 +24,8 @@ def zeros(kinds: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.devi
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in kinds]
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in kinds]
-    region = _region(sum(map(_rounded, sizes)))
-    starts = _starts(sizes)
+    *starts, end = accumulate(map(_rounded, sizes), initial=0)
+    region = _region(end)
     return [
         region[start : start + size].view(dtype).view(tuple(shape))
         for start, size, (shape, dtype) in zip(starts, sizes, kinds, strict=True)
@@ -38,13 +39,6 @@ def _region(num_bytes: int) -> Tensor:
     with suppress(OSError, AttributeError):  # a system without large pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
-
-
-def _starts(sizes: Sequence[int]) -> Iterator[int]:
-    end = 0
-    for size in sizes:
-        yield end
-        end += _rounded(size)
 
 
 def _rounded(size: int) -> int:

@@ -15,6 +15,7 @@ from mtp_backend.ops.composed import ComposedOps
 from mtp_backend.ops.interface import BatchLayout
 from mtp_backend.ops.npu_batch import AttentionBatch, attention_batch
 from mtp_backend.ops.npu_int8 import NpuInt8
+from mtp_backend.ops.npu_routing import route_rows
 
 
 class NpuOps(ComposedOps):
@@ -144,18 +145,8 @@ class NpuOps(ComposedOps):
     def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         experts, double_width, hidden = gate_up.shape
         rules.check_experts(experts, hidden, double_width // 2)
-        rules.check_unpermute(ids.shape[1])
         rules.check_same_type("npu_grouped_matmul", x=x, weight=gate_up, next_weight=down)
-        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
-            x,
-            ids,
-            active_num=ids.numel(),
-            expert_num=experts,
-            expert_tokens_num_type=1,  # counts
-            expert_tokens_num_flag=True,
-            quant_mode=-1,
-            active_expert_range=[0, experts],
-        )
+        rows, places, counts, _ = route_rows(x, ids, experts, to_int8=False)
         rows = self.swiglu(_grouped_matmul(rows, gate_up, counts))
         return torch_npu.npu_moe_token_unpermute(_grouped_matmul(rows, down, counts), places, weights)
 

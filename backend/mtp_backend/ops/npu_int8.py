@@ -6,7 +6,7 @@ import torch_npu
 from torch import Tensor
 
 from mtp_backend.ops import npu_int8_rules as rules
-from mtp_backend.ops.npu_rules import check_unpermute
+from mtp_backend.ops.npu_routing import route_rows
 
 FRACTAL_NZ = 29  # aclFormat: matrices in tiles, as the matrix units read them
 
@@ -36,17 +36,7 @@ class NpuInt8:
     ) -> Tensor:
         experts = len(gate_up)
         rules.check_experts(x, gate_up, gate_up_scale, down, down_scale)
-        check_unpermute(ids.shape[1])
-        rows, places, counts, row_scales = torch_npu.npu_moe_init_routing_v2(
-            x,
-            ids,
-            active_num=ids.numel(),
-            expert_num=experts,
-            expert_tokens_num_type=1,  # counts
-            expert_tokens_num_flag=True,
-            quant_mode=1,  # int8, a scale for each row
-            active_expert_range=[0, experts],
-        )
+        rows, places, counts, row_scales = route_rows(x, ids, experts, to_int8=True)
         rows, row_scales = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
             rows, [gate_up], [gate_up_scale], row_scales, counts, group_list_type=1
         )

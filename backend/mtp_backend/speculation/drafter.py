@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mtp_backend.cache import KVCache, Span, build_layout
+from mtp_backend.cache import Span, build_layout
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import DraftChain, Passes
+from mtp_backend.graphs import DraftChain, GraphContext
 from mtp_backend.graphs.recorded import Function
-from mtp_backend.models import Networks
 from mtp_backend.models.layers.decoder import LayerCache
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
@@ -71,28 +70,20 @@ class Drafter(ABC):
 
     Args:
         config: how many drafts, and the row that one layer's pass hands to the next.
-        cache: its last `config.num_draft_layers` layers are the drafts'.
-        passes: how the layers are called.
+        context: the last `config.num_draft_layers` layers of its cache are the drafts'.
     """
 
-    def __init__(
-        self,
-        config: SpeculativeConfig,
-        networks: Networks,
-        cache: KVCache,
-        passes: Passes,
-        block_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: SpeculativeConfig, context: GraphContext) -> None:
         self._config = config
-        self._modules = networks.mtp
-        self._passes = passes
-        self._caches = cache.layers[-config.num_draft_layers :]
+        self._modules = context.networks.mtp
+        self._passes = context.passes
+        self._caches = context.cache.layers[-config.num_draft_layers :]
         self._functions = [
-            self._function(layer, networks.rotary, layer_cache) for layer, layer_cache in enumerate(self._caches)
+            self._function(layer, context.networks.rotary, layer_cache)
+            for layer, layer_cache in enumerate(self._caches)
         ]
-        self._block_size = block_size
-        self._device = device
+        self._block_size = context.block_size
+        self._device = context.device
 
     @abstractmethod
     def propose(self, work: list[DraftWork]) -> list[Drafts]:
@@ -241,17 +232,9 @@ class VanillaDrafter(Drafter):
         ]
 
 
-def drafter_for(
-    config: SpeculativeConfig,
-    networks: Networks,
-    cache: KVCache,
-    passes: Passes,
-    block_size: int,
-    device: torch.device,
-) -> Drafter:
+def drafter_for(config: SpeculativeConfig, context: GraphContext) -> Drafter:
     """The drafter of the configured mode."""
-    mode = VanillaDrafter if config.use_mtp_vanilla else EagleDrafter
-    return mode(config, networks, cache, passes, block_size, device)
+    return (VanillaDrafter if config.use_mtp_vanilla else EagleDrafter)(config, context)
 
 
 def _rows(selection: Tensor | None, rows: Tensor | list[int]) -> Tensor | None:

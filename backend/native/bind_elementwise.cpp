@@ -1,4 +1,4 @@
-// Bindings of norms, rotation, SwiGLU and the cache.
+// Bindings of norms, rotation, SwiGLU, the cache, and the choice of a token.
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
@@ -141,6 +141,21 @@ Tensor join(const Tensor& first, const Tensor& second) {
   return y;
 }
 
+Tensor most_likely(const Tensor& logits) {
+  bool wide = logits.scalar_type() == at::kFloat;
+  check(logits, "logits", wide ? at::kFloat : at::kBFloat16, {-1, -1}, true);
+  TORCH_CHECK(logits.size(1), "logits: rows of 0 elements; allowed: 1 or more");
+  constexpr std::int64_t PARTS = 8;  // of a row, which may be the only one
+  std::int64_t rows = logits.size(0), parts = std::min(PARTS, logits.size(1));
+  Tensor values = new_tensor({rows, parts}, at::kFloat), tokens = new_tensor({rows, parts}, at::kLong);
+  Tensor result = new_tensor({rows}, at::kLong);
+  MostLikely job{logits.data_ptr(), wide, rows, logits.size(1), parts, data<float>(values),
+                 data<std::int64_t>(tokens), data<std::int64_t>(result)};
+  share_out(rows * parts, logits.numel() * std::int64_t(logits.element_size()), kernels().most_likely, job);
+  share_out(rows, 1, kernels().most_likely_of_parts, job);
+  return result;
+}
+
 }  // namespace
 
 void bind_elementwise(pybind11::module_& module) {
@@ -152,6 +167,7 @@ void bind_elementwise(pybind11::module_& module) {
   module.def("rows", &rows, "As `Ops.rows`.");
   module.def("add", &add, "As `Ops.add`, for rows [T, width].");
   module.def("join", &join, "As `Ops.join`.");
+  module.def("most_likely", &most_likely, "As `Ops.most_likely`, for logits in bfloat16 or float32.");
   module.def("swiglu", &swiglu, "As `Ops.swiglu`, for rows [T, 2 · width].");
 }
 

@@ -1,4 +1,5 @@
 // The Python module mtp_backend._native, and its matrix products.
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings.h"
@@ -186,6 +187,12 @@ PYBIND11_MODULE(_native, module) {
   py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool", "Memory of programs that run one at a time.")
       .def(py::init<>())
       .def_property_readonly("num_bytes", &Pool::num_bytes);
+  module.def(
+      "borrowed",
+      [](const Tensor& tensor) {
+        return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options());
+      },
+      "A tensor in the same memory that does not keep it: in a pool it may be taken again.");
   py::class_<Program>(module, "Program", "Operations that are performed again on the tensors that they had.")
       .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool"))
       .def("begin", &Program::begin, "From now on this thread's operations are recorded, as they are performed.")

@@ -27,10 +27,10 @@ from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.graphs import (
-    DraftChain,
     EagerTarget,
     GraphContext,
     GraphTarget,
+    chain_for,
     graph_mode_for,
     make_buckets,
     num_dummy_blocks,
@@ -120,8 +120,8 @@ class Engine:
         mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
-        # Dummy requests of padded batches write blocks behind those of the pool.
-        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if mode else 0
+        # What pads a batch or a chain of drafts writes blocks behind those of the pool.
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size)
         cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
@@ -143,8 +143,7 @@ class Engine:
         self._drafter = None
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, graphs)
-            if mode and not config.speculative.use_mtp_vanilla:
-                self._drafter.chain = DraftChain(config.speculative, graphs)
+            self._drafter.chain = chain_for(config.speculative, graphs)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
         self._drafting = Drafting(
             self._drafter,
@@ -344,9 +343,9 @@ class Engine:
             self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
             num_recorded = self._passes.num_recorded
             self.draft_length.start_pass()
-            computed, logits = self._runner.run(batch)
+            computed, scores = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
-            verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
+            verdicts = iter(self._verifier.verify(drawing, scores) if drawing else [])
             self._stopwatch.verified()
             for share, done in zip(batch, computed, strict=True):
                 output = self._advance(share, done, next(verdicts) if share.samples else None)

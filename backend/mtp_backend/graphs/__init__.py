@@ -1,22 +1,28 @@
 """Passes of the networks: recorded on a CPU, or by graphs of fixed shape with their buckets, padding and modes."""
 
 from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
-from mtp_backend.graphs.chain import DraftChain
+from mtp_backend.graphs.chain import DraftChain, RecordedChain, chain_for
 from mtp_backend.graphs.mode import GraphContext, GraphMode
-from mtp_backend.graphs.recorded import Passes, PlainPasses, RecordedPasses, passes_for
-from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass
+from mtp_backend.graphs.passes import Function, PassBatch, Passes, PlainPasses
+from mtp_backend.graphs.recorded import RecordedPasses, passes_for
+from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass, TargetRows
 
 __all__ = [
     "Bucket",
     "DraftChain",
     "EagerTarget",
+    "Function",
     "GraphContext",
     "GraphMode",
     "GraphTarget",
+    "PassBatch",
     "Passes",
     "PlainPasses",
+    "RecordedChain",
     "RecordedPasses",
     "TargetPass",
+    "TargetRows",
+    "chain_for",
     "graph_mode_for",
     "make_buckets",
     "num_dummy_blocks",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from mtp_backend.cache import Span
 from mtp_backend.graphs import PassBatch, PlainPasses, RecordedPasses, recorded
+from torch.profiler import ProfilerActivity, profile
 
 native = pytest.importorskip("mtp_backend._native")
 EXPERTS, BLOCK = 20, 4
@@ -184,3 +185,18 @@ def test_indices_are_checked_again():
                 run(passes, *given)
         else:
             assert torch.equal(run(passes, *given), table[index : index + 1])
+
+
+def test_a_profiler_sees_the_operations(network):
+    """Of a recorded pass as of one that is called."""
+    passes = RecordedPasses(4, BLOCK)
+    wanted = {
+        "mtp::linear": 1, "mtp::select_experts": 1, "mtp::grouped_experts": 1, "mtp::gqa_attention": 1,
+        "mtp::write_cache": 2, "mtp::add": 1, "mtp::wide_linear": 1,
+    }  # fmt: skip
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run(passes, "network", network, normal(2, 32), spans(2))
+        events = {event.key: event.count for event in seen.key_averages() if event.key.startswith("mtp::")}
+        assert events.keys() == wanted.keys()
+        assert all(events[name] >= count for name, count in wanted.items())  # a recorded one has several phases

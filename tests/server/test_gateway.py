@@ -236,8 +236,8 @@ def test_schema_that_is_refused(client):
 
 # How the templates of DeepSeek V3, of V3.1 and of GLM-4.5 write the calls of an earlier message.
 CALL_TEMPLATES = {
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n{{ text }}\n```",
-    "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ text }}<｜tool▁call▁end｜>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n{{ text }}\n```<｜tool▁call▁end｜>",
+    "deepseek_v3_1": "<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ text }}<｜tool▁call▁end｜>",
     "glm_4_5": "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ text }}</arg_value>\n</tool_call>",
 }
 TOOLS = [
@@ -288,7 +288,7 @@ def test_required_tools(triton_server, tmp_path, form):
             [[streamed]] = [tools for chunk in chunks if (tools := chunk.choices[0].delta.tool_calls)]
             assert streamed.function.model_dump() == call.function.model_dump()
         # Several calls, as far as the length lets them come.
-        asked |= {"parallel_tool_calls": True, "max_tokens": 200}
+        asked |= {"parallel_tool_calls": True, "max_tokens": 120}
         [whole] = client.chat.completions.create(**asked, tool_choice="required", seed=0).choices
         for call in whole.message.tool_calls:
             check_call(call.function.name, json.loads(call.function.arguments))

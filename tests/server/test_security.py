@@ -1,15 +1,17 @@
 """What is closed by default, what a key opens, and TLS on gRPC (L0_http restricted_api, L0_secure_grpc)."""
 
-import shutil
+import asyncio
 import subprocess
 
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
+from mtp_client import AsyncClient, Client, Tls, Unavailable
 from tritonclient.utils import InferenceServerException
 
 from server.helpers import PROMPTS, generate, inputs, sequence_tensors
+from server.running import COMMANDS, ROOT, running_gateway
 from server.test_sequence_batcher import GREEDY, refusal
 
 KEY = "a-key-of-this-test"
@@ -123,28 +125,6 @@ def test_large_inputs(connection, undisturbed):
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """An authority, certificates of it for the server and a client, and another authority's client, made by openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates")
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for authority in ("ca", "other-ca"):
-        openssl("req", "-x509", *new_key, "-keyout", f"{authority}.key", "-out", f"{authority}.pem", "-days", "2",
-                "-subj", f"/CN={authority}")  # fmt: skip
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
-    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other-ca")):
-        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
-                "-CAcreateserial", "-out", f"{name}.pem", "-days", "2", "-extfile", "names")  # fmt: skip
-    return folder
-
-
-@pytest.fixture(scope="module")
 def secured_server(server_factory, certificates):
     key_file = certificates / "mtp.key"
     key_file.write_text(KEY)
@@ -176,6 +156,32 @@ def test_mutual_tls(secured_server, certificates, alone):
     with grpc_client.InferenceServerClient(secured_server.grpc_url) as client:
         with pytest.raises(InferenceServerException):
             client.is_server_live(client_timeout=10)
+
+
+def test_sdk_over_mutual_tls(secured_server, certificates, alone, tmp_path):
+    """Client, asyncio, command line and gateway, each with the certificate that the server wants."""
+    files = [certificates / name for name in ("ca.pem", "client.pem", "client.key")]
+    wanted = alone(PROMPTS[0], **GREEDY).token_ids
+    with Client(secured_server.grpc_url, tls=Tls(*files)) as client:
+        assert client.generate(PROMPTS[0], **GREEDY).token_ids == wanted
+        with client.sequence(PROMPTS[0], **GREEDY) as sequence:
+            assert [token for step in sequence for token in step.token_ids] == wanted
+
+    async def generate():
+        async with AsyncClient(secured_server.grpc_url, tls=Tls(*files)) as client:
+            return await client.generate(PROMPTS[0], **GREEDY)
+
+    assert asyncio.run(generate()).token_ids == wanted
+    options = ["--tls-ca", files[0], "--tls-cert", files[1], "--tls-key", files[2]]
+    command = [COMMANDS / "mtp-client", "health", "--url", secured_server.grpc_url]
+    assert subprocess.run([*command, *options], timeout=60).returncode == 0
+    assert subprocess.run(command, timeout=60).returncode == 1
+    checkpoint = ROOT / "checkpoints" / "deepseek-demo"
+    with running_gateway(secured_server, checkpoint, tmp_path / "log", options) as url:
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    for tls in (None, Tls(files[0]), Tls(certificates / "other-ca.pem", *files[1:])):
+        with Client(secured_server.grpc_url, timeout=10, tls=tls) as client, pytest.raises(Unavailable):
+            client.generate(PROMPTS[0], **GREEDY)
 
 
 def test_server_of_another_authority(secured_server, certificates):

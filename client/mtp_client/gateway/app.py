@@ -26,6 +26,7 @@ from mtp_client.gateway.errors import ApiError, from_server, invalid
 from mtp_client.gateway.generation import runs
 from mtp_client.gateway.reasoning import CLOSE, OPEN
 from mtp_client.gateway.tools import form_of
+from mtp_client.tls import Tls
 
 _HEALTH_S = 5.0  # for the server to say that it is ready
 _PAGE = Path(__file__).parent / "page"
@@ -45,6 +46,7 @@ class Settings:
     `url`: gRPC address of the server. `model`: its model that generates. `served_model_name`:
     what requests call it. `template`: None where the checkpoint has no chat template.
     `api_key`: "" lets everyone in. `timeout`: seconds to wait for each part of an answer.
+    `tls`: None speaks plain text with the server.
     """
 
     url: str
@@ -53,6 +55,7 @@ class Settings:
     template: ChatTemplate | None
     api_key: str
     timeout: float
+    tls: Tls | None = None
 
 
 class Gateway:
@@ -85,7 +88,8 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with AsyncClient(self._settings.url, timeout=self._settings.timeout) as self._client:
+        url = self._settings.url
+        async with AsyncClient(url, timeout=self._settings.timeout, tls=self._settings.tls) as self._client:
             yield
 
     async def health(self, _: Request) -> Response:

@@ -3,12 +3,14 @@
 import asyncio
 import subprocess
 
+import grpc as grpc_core
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 from mtp_client import AsyncClient, Client, Tls, Unavailable
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
 
 from server.helpers import PROMPTS, generate, inputs, sequence_tensors
 from server.running import COMMANDS, ROOT, running_gateway
@@ -119,6 +121,77 @@ def test_large_inputs(connection, undisturbed):
     error = refusal(connection.step, "large", start=True, input_ids=[5], sampling_parameters=text)
     assert error.invalid
     assert "sampling_parameters: got '8000012 characters'; allowed: at most 262144 characters" in error.message
+
+
+RESERVED = {
+    "sequence_id": [True, 1.5],
+    "sequence_start": ["x", 5],
+    "sequence_end": ["x", 5],
+    "priority": ["x", -5, 1.5],
+    "timeout": ["x", 1.5, -5],
+    "triton_enable_empty_final_response": ["x", 5],
+    "triton_final_response": [True],
+    "triton_other": [True, "x"],
+}
+KINDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+
+
+def message(outputs=(), **parameters):
+    """A sequence of one step, as the protocol has it."""
+    request = service_pb2.ModelInferRequest(model_name="speculative")
+    for name, array in sequence_tensors(input_ids=[5, 6], sampling_parameters={"max_tokens": 1}).items():
+        request.inputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
+        raw = serialize_byte_tensor(array).item() if array.dtype == object else array.tobytes()
+        request.raw_input_contents.append(raw)
+    for name in outputs:
+        request.outputs.add(name=name)
+    for name, value in {"sequence_id": 5, "sequence_start": True, "sequence_end": True, **parameters}.items():
+        setattr(request.parameters[name], KINDS[type(value)], value)
+    return request
+
+
+def http_infer(server, outputs=(), **parameters):
+    """The same over HTTP."""
+    inputs = [
+        {"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [5, 6]},
+        {"name": "sampling_parameters", "shape": [1, 1], "datatype": "BYTES", "data": ['{"max_tokens": 1}']},
+    ]
+    parameters = {"sequence_id": 5, "sequence_start": True, "sequence_end": True, **parameters}
+    body = {"inputs": inputs, "parameters": parameters, "outputs": [{"name": name} for name in outputs]}
+    return httpx.post(f"http://{server.http_url}/v2/models/speculative/infer", json=body, timeout=60, trust_env=False)
+
+
+@pytest.fixture
+def stub(triton_server):
+    pid = triton_server.triton_pid()
+    with grpc_core.insecure_channel(triton_server.grpc_url) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    assert triton_server.triton_pid() == pid and triton_server.ready()
+
+
+def test_output_named_twice(triton_server, stub, undisturbed):
+    """Servers before 26.05 take it for one, and over HTTP lose the memory of the others."""
+    for times in (1, 2, 1000):
+        assert [output.name for output in stub.ModelInfer(message(["output_ids"] * times)).outputs] == ["output_ids"]
+        answer = http_infer(triton_server, ["output_ids"] * times).json()
+        assert [output["name"] for output in answer["outputs"]] == ["output_ids"]
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_reserved_parameter_of_a_wrong_kind(triton_server, stub, undisturbed, name):
+    """It is refused by name, over gRPC, its streams and HTTP, whatever the server makes of it."""
+    for value in RESERVED[name]:
+        request = message(**{name: value})
+        with pytest.raises(grpc_core.RpcError) as caught:
+            stub.ModelInfer(request)
+        assert caught.value.code() == grpc_core.StatusCode.INVALID_ARGUMENT
+        wrong = "triton_" if name.startswith("triton_") else name
+        assert wrong in caught.value.details()
+        request.model_name = "generate"
+        [response] = stub.ModelStreamInfer(iter([request]))
+        assert wrong in response.error_message
+        response = http_infer(triton_server, **{name: value})
+        assert response.status_code in (400, 500) and wrong in response.json()["error"]
 
 
 # A key and TLS

@@ -53,14 +53,15 @@ Tensor head_linear(const Tensor& x, const Tensor& weight) {
   Tensor y = new_tensor({job.tokens, job.heads, job.n});
   if (!y.numel()) return y;
   job.y = data(y);
-  Tensor packed;
   std::int64_t bytes = job.heads * job.n * job.k * 2 * (1 + job.tokens / 8);
-  if (job.n_stride != 1) {
-    packed = new_tensor({job.heads * packed_size(job.tokens, job.k)});
-    job.packed = data(packed);
-    share_out(job.heads, packed.numel() * 2, kernels().head_linear_pack, job);
+  if (job.n_stride == 1) {
+    share_out(kernels().head_across_items(job), bytes, kernels().head_across, job);
+    return y;
   }
-  share_out(kernels().head_linear_items(job), bytes, kernels().head_linear, job);
+  Tensor packed = new_tensor({job.heads * packed_size(job.tokens, job.k)});
+  job.packed = data(packed);
+  share_out(job.heads, packed.numel() * 2, kernels().head_along_pack, job);
+  share_out(kernels().head_along_items(job), bytes, kernels().head_along, job);
   return y;
 }
 

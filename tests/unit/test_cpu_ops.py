@@ -136,7 +136,7 @@ def test_an_unknown_expert_is_refused():
         OPS.grouped_experts(normal(1, 8), normal(4, 8, 8), normal(4, 8, 4), ids, torch.rand(1, 2))
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(7, 5, 1), (100, 24, 9), (512, 128, 19)])
+@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(7, 5, 1), (100, 24, 9), (512, 128, 19), (530, 200, 40)])
 def test_head_linear_with_rows_along_either_side(outputs, inputs, tokens):
     x, weight = normal(tokens, 3, inputs + 6)[..., 2:-4], normal(3, outputs, inputs) / inputs**0.5
     expected = REFERENCE.head_linear(*wide(x, weight))

@@ -247,10 +247,11 @@ def running_server(values="deepseek-demo.toml", plain=False, options=(), edit=No
 
 
 @contextmanager
-def running_gateway(server, checkpoint, log):
+def running_gateway(server, checkpoint, log, options=()):
     """Runs `mtp-client gateway` in front of a server, with a checkpoint's chat template; gives its address."""
     [port] = free_ports(1)
     command = [COMMANDS / "mtp-client", "gateway", "--url", server.grpc_url, "--tokenizer", checkpoint, "--port", port]
+    command += options
 
     def ready():
         assert process.poll() is None, log.read_text()

@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -255,6 +256,9 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="mtp engine %(process)d: %(message)s", stream=sys.stderr)
     rendezvous = Rendezvous(Path(arguments.directory))
+    # The server's limit (tritonserver.py), which its processes inherit, is not for a network.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # Ctrl-C in a terminal reaches the server, which then dismisses its engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -158,6 +158,8 @@ class EngineConfig:
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
             "batch_expansion", each as a sequence of its own. The result is the same.
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
+        weight_prefetch_bytes: on an NPU so many bytes of a weight, at most, are loaded into the device's cache (L2)
+            while the operations before its product run; 0: none.
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
         otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
@@ -182,6 +184,7 @@ class EngineConfig:
     graph_capture_sizes: tuple[int, ...] | None = None
     attention_strategy: str = "tnd"
     multistream_shared_expert: bool = False
+    weight_prefetch_bytes: int = 0
     num_threads: int | None = None
     otlp_endpoint: str = ""
 
@@ -219,6 +222,9 @@ class EngineConfig:
             raise InvalidArgument("multistream_shared_expert", True, f"false with device {self.device}")
         if self.multistream_shared_expert and self.graph_mode == "torchair":
             raise InvalidArgument("multistream_shared_expert", True, "false with graph_mode torchair")
+        checks.integer("weight_prefetch_bytes", self.weight_prefetch_bytes, 0)
+        if self.weight_prefetch_bytes and self.device != "npu":
+            raise InvalidArgument("weight_prefetch_bytes", self.weight_prefetch_bytes, f"0 with device {self.device}")
         self._check_graphs()
 
     def _check_graphs(self) -> None:

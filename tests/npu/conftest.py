@@ -11,7 +11,7 @@ if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
     from mtp_backend.ops import Ops, ReferenceOps, npu_cache_rules, npu_rules, ops_for
-    from npu_host import attention, device, documented, graph_engine, references
+    from npu_host import attention, device, documented, experts, graph_engine, references  # noqa: F401
 
     from npu.conforming import conforming, without_upper_layers
 

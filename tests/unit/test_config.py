@@ -27,6 +27,7 @@ WRONG = {
     "graph_capture_sizes": ([4], (), "4", 4),
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
+    "weight_prefetch_bytes": (-1, 1, None, 0.5, True),  # 1 on a CPU
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {

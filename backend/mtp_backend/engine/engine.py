@@ -95,7 +95,13 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
-        ops = ops_for(config.device, config.graph_mode, config.attention_strategy, config.multistream_shared_expert)
+        ops = ops_for(
+            config.device,
+            config.graph_mode,
+            config.attention_strategy,
+            config.multistream_shared_expert,
+            config.weight_prefetch_bytes,
+        )
         self.device = torch.device(config.device)
         self._verifier = Verifier(config.speculative, self.tokenizer, self.vocab_size)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)

@@ -12,10 +12,11 @@ from torch import Tensor
 from mtp_backend.ops import npu_cache_rules as cache_rules
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops.composed import ComposedOps
-from mtp_backend.ops.interface import BatchLayout
+from mtp_backend.ops.interface import BatchLayout, Result
 from mtp_backend.ops.npu_batch import AttentionBatch, attention_batch
 from mtp_backend.ops.npu_int8 import NpuInt8
 from mtp_backend.ops.npu_routing import route_rows
+from mtp_backend.ops.npu_streams import Prefetch, SideStream
 
 
 class NpuOps(ComposedOps):
@@ -25,12 +26,14 @@ class NpuOps(ComposedOps):
         attention_strategy: "tnd": the rows of a verify step are rows of one sequence, under a causal mask.
             "batch_expansion": each row is a sequence with a length of its own in the same blocks, and has no mask.
         multistream: `beside` computes the second function on a stream of its own.
+        prefetch_bytes: of a weight, at most, that `while_loading` loads.
     """
 
     int8 = NpuInt8()
 
-    def __init__(self, attention_strategy: str = "tnd", multistream: bool = False) -> None:
-        self._side = torch.npu.Stream() if multistream else None
+    def __init__(self, attention_strategy: str = "tnd", multistream: bool = False, prefetch_bytes: int = 0) -> None:
+        self._side = SideStream() if multistream else None
+        self._prefetch = Prefetch(prefetch_bytes) if prefetch_bytes else None
         # Sequences of more rows are pieces of prompts.
         self._most_expanded = rules.MOST_LATENT_ROWS if attention_strategy == "batch_expansion" else 0
         # The attention takes the upper triangle of a fixed size for every causal batch.
@@ -166,18 +169,10 @@ class NpuOps(ComposedOps):
         return known[interleaved, dtype]
 
     def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        if self._side is None:
-            return super().beside(x, first, second)
-        main = torch.npu.current_stream()
-        self._side.wait_stream(main)
-        with torch.npu.stream(self._side):
-            other = second(x)
-        # Memory is handed out again in the order of the stream that it was taken on: the other stream must be known.
-        x.record_stream(self._side)
-        result = first(x)
-        main.wait_stream(self._side)
-        other.record_stream(main)
-        return [result, other]
+        return self._side.beside(x, first, second) if self._side else super().beside(x, first, second)
+
+    def while_loading(self, weight: Tensor, after: Tensor, compute: Callable[[], Result]) -> Result:
+        return self._prefetch.while_loading(weight, after, compute) if self._prefetch else compute()
 
     def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
         """All layers of a pass share one layout, and one copy of it on the device."""

@@ -124,7 +124,7 @@ class SpeculativeConfig:
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
-GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "torchair"}}
+GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "npugraph_piecewise", "torchair"}}
 # How a device can attend to the cache in a verify step.
 ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion"}}
 
@@ -151,8 +151,8 @@ class EngineConfig:
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
         graph_mode: how decoding batches run: "eager", operation by operation; on a CPU "recorded", the operations of a
             pass again as they were performed when its shape was first met; or by graphs of fixed shape, which are made
-            once: on an NPU captured ("npugraph") or compiled ("torchair"), on a CPU compiled ("inductor"). None takes
-            "recorded" where it can be, else "eager".
+            once: on an NPU captured ("npugraph", and "npugraph_piecewise" without the attentions) or compiled
+            ("torchair"), on a CPU compiled ("inductor"). None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
@@ -225,6 +225,9 @@ class EngineConfig:
         checks.integer("weight_prefetch_bytes", self.weight_prefetch_bytes, 0)
         if self.weight_prefetch_bytes and self.device != "npu":
             raise InvalidArgument("weight_prefetch_bytes", self.weight_prefetch_bytes, f"0 with device {self.device}")
+        if self.weight_prefetch_bytes and self.graph_mode == "npugraph_piecewise":
+            allowed = "0 with graph_mode npugraph_piecewise: the attentions, beside which weights are loaded, are eager"
+            raise InvalidArgument("weight_prefetch_bytes", self.weight_prefetch_bytes, allowed)
         self._check_graphs()
 
     def _check_graphs(self) -> None:

@@ -12,9 +12,11 @@ LAUNCHES = {
     ("deepseek", 0, "eager"): (47, 70, 4, 1, 0),
     ("deepseek", 2, "eager"): (79, 134, 14, 3, 0),
     ("deepseek", 2, "npugraph"): (79, 134, 3, 2, 2),
+    ("deepseek", 2, "npugraph_piecewise"): (79, 140, 3, 2, 8),
     ("glm", 0, "eager"): (59, 58, 4, 1, 0),
     ("glm", 2, "eager"): (97, 110, 14, 3, 0),
     ("glm", 2, "npugraph"): (97, 110, 3, 2, 2),
+    ("glm", 2, "npugraph_piecewise"): (97, 116, 3, 2, 8),
 }
 
 

@@ -184,7 +184,7 @@ def test_capture_sizes():
         InvalidArgument, match=r"graph_capture_sizes: got \[4\]; allowed: null with graph_mode null, eager"
     ):
         EngineConfig("somewhere", device="npu", graph_capture_sizes=[4])
-    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph, torchair"):
+    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph, npugraph_piecewise, torchair"):
         EngineConfig("somewhere", device="npu", graph_mode="inductor")
 
 
@@ -202,6 +202,15 @@ def test_multistream_shared_expert():
     for options in ({"device": "cpu"}, {"device": "npu", "graph_mode": "torchair"}):
         with pytest.raises(InvalidArgument, match="multistream_shared_expert: got True; allowed: false with"):
             EngineConfig("somewhere", multistream_shared_expert=True, **options)
+
+
+def test_weight_prefetch_bytes():
+    for mode in ("eager", "npugraph", "torchair"):
+        config = EngineConfig("somewhere", device="npu", graph_mode=mode, weight_prefetch_bytes=1 << 20)
+        assert config.weight_prefetch_bytes == 1 << 20
+    for options in ({"device": "cpu"}, {"device": "npu", "graph_mode": "npugraph_piecewise"}):
+        with pytest.raises(InvalidArgument, match="weight_prefetch_bytes: got 1; allowed: 0 with"):
+            EngineConfig("somewhere", weight_prefetch_bytes=1, **options)
 
 
 def test_attention_strategy():

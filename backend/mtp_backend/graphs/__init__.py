@@ -5,6 +5,7 @@ from mtp_backend.graphs.chain import DraftChain
 from mtp_backend.graphs.mode import GraphContext, GraphMode
 from mtp_backend.graphs.recorded import Passes, PlainPasses, RecordedPasses, passes_for
 from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass
+from mtp_backend.ops import Ops
 
 __all__ = [
     "Bucket",
@@ -24,12 +25,16 @@ __all__ = [
 ]
 
 
-def graph_mode_for(name: str | None) -> GraphMode | None:
-    """The mode of a configuration that has been checked; None where it has no graphs."""
+def graph_mode_for(name: str | None, ops: Ops) -> GraphMode | None:
+    """The mode of a configuration that has been checked, for networks of these operations; None without graphs."""
     if name == "npugraph":
         from mtp_backend.graphs.npugraph import NpuGraphMode
 
         return NpuGraphMode()
+    if name == "npugraph_piecewise":
+        from mtp_backend.graphs.piecewise import PiecewiseMode
+
+        return PiecewiseMode(ops)
     if name == "torchair":
         from mtp_backend.graphs.torchair import TorchairMode
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mtp_backend import checks
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.torchair_config import TorchairGraphConfig
 
 # The attention operations of Ascend take at most 16 query rows of a sequence: the last token and 15 drafts.
 MAX_SPECULATIVE_TOKENS = 15
@@ -155,6 +156,7 @@ class EngineConfig:
             ("torchair"), on a CPU compiled ("inductor"). None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
+        torchair_graph_config: settings of graph_mode "torchair"; a dictionary with the same keys is accepted.
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
             "batch_expansion", each as a sequence of its own. The result is the same.
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
@@ -182,6 +184,7 @@ class EngineConfig:
     sequence_ttl_seconds: float = 300.0
     graph_mode: str | None = None
     graph_capture_sizes: tuple[int, ...] | None = None
+    torchair_graph_config: TorchairGraphConfig = TorchairGraphConfig()
     attention_strategy: str = "tnd"
     multistream_shared_expert: bool = False
     weight_prefetch_bytes: int = 0
@@ -233,6 +236,11 @@ class EngineConfig:
     def _check_graphs(self) -> None:
         if self.graph_mode is not None:
             checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        given = self.torchair_graph_config
+        if not isinstance(given, TorchairGraphConfig):
+            object.__setattr__(self, "torchair_graph_config", TorchairGraphConfig.from_dict(given))
+        if self.graph_mode != "torchair" and self.torchair_graph_config != TorchairGraphConfig():
+            raise InvalidArgument("torchair_graph_config", given, "{} without graph_mode torchair")
         padded = self.graph_mode not in (None, "eager", "recorded")
         checks.choice("attention_strategy", self.attention_strategy, ATTENTION_STRATEGIES[self.device])
         if padded and self.attention_strategy != "tnd":

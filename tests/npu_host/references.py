@@ -105,6 +105,11 @@ def scatter_nd_update_(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     return x
 
 
+@npu_op("npu_scatter_nd_update")
+def scatter_nd_update(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return scatter_nd_update_(x.clone(), indices, updates)
+
+
 @npu_op("npu_swiglu")
 def swiglu(x: Tensor, dim: int = -1) -> Tensor:
     demand(x.dtype in FLOATS and x.shape[dim] % 2 == 0, "the split dimension is even")

@@ -123,7 +123,7 @@ class Engine:
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode, passes = graph_mode_for(config.graph_mode, ops), passes_for(config, networks, ops, dtype)
+        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
         # Dummy requests of padded batches write blocks behind those of the pool.

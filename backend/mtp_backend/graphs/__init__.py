@@ -1,5 +1,6 @@
 """Passes of the networks: recorded on a CPU, or by graphs of fixed shape with their buckets, padding and modes."""
 
+from mtp_backend.config import EngineConfig
 from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.chain import DraftChain
 from mtp_backend.graphs.mode import GraphContext, GraphMode
@@ -25,8 +26,9 @@ __all__ = [
 ]
 
 
-def graph_mode_for(name: str | None, ops: Ops) -> GraphMode | None:
-    """The mode of a configuration that has been checked, for networks of these operations; None without graphs."""
+def graph_mode_for(config: EngineConfig, ops: Ops) -> GraphMode | None:
+    """The mode of a configuration, for networks of these operations; None where it has no graphs."""
+    name = config.graph_mode
     if name == "npugraph":
         from mtp_backend.graphs.npugraph import NpuGraphMode
 
@@ -38,7 +40,7 @@ def graph_mode_for(name: str | None, ops: Ops) -> GraphMode | None:
     if name == "torchair":
         from mtp_backend.graphs.torchair import TorchairMode
 
-        return TorchairMode()
+        return TorchairMode(config.torchair_graph_config)
     if name == "inductor":
         from mtp_backend.graphs.inductor import InductorMode
 

@@ -242,6 +242,9 @@ class EngineConfig:
         if self.graph_mode != "torchair" and self.torchair_graph_config != TorchairGraphConfig():
             raise InvalidArgument("torchair_graph_config", given, "{} without graph_mode torchair")
         padded = self.graph_mode not in (None, "eager", "recorded")
+        if padded and self.block_size < MAX_SPECULATIVE_TOKENS + 1:
+            allowed = f"at least 16 with graph_mode {self.graph_mode}: a block for a dummy request of a padded batch"
+            raise InvalidArgument("block_size", self.block_size, allowed)
         checks.choice("attention_strategy", self.attention_strategy, ATTENTION_STRATEGIES[self.device])
         if padded and self.attention_strategy != "tnd":
             allowed = f"tnd with graph_mode {self.graph_mode}: a graph's sequences stay as they are"

@@ -199,6 +199,21 @@ def test_padding_reaches_no_row(shallow, make_llm, name, mode):
     assert min(poisoned) >= 3
 
 
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("mode", MODES)
+def test_dummies_longer_than_any_sequence(shallow, make_llm, mode):
+    """A dummy request takes all positions up to 15, of which the longest sequence may have fewer."""
+    options = {"path": shallow("deepseek"), "max_model_len": 9}
+    texts = []
+    for device, graphs in [("cpu", {}), ("npu", {"graph_mode": mode, "graph_capture_sizes": [24]})]:
+        llm = make_llm("deepseek", device, 2, "float32", **options, **graphs)
+        prompts = [[7, 8, 9][: 1 + index] for index in range(3)]
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        texts.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert texts[0] == texts[1] and sum(map(len, texts[0])) == 18
+    assert [bucket.num_tokens for bucket in graphs_of(llm)[0]] == [24]
+
+
 def test_copies_of_a_step(make_llm):
     """A step is two graphs, and reads back the target's tokens and the drafts."""
     llm = make_llm("deepseek", "npu", 3, "bfloat16", graph_mode="npugraph")

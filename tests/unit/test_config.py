@@ -247,6 +247,13 @@ def test_wrong_torchair_graph_config(given, allowed):
     assert f"torchair_graph_config.{name}" in str(error.value) and allowed in str(error.value)
 
 
+def test_a_dummy_request_fits_a_block():
+    for device, mode in (("cpu", "inductor"), ("npu", "npugraph")):
+        EngineConfig("somewhere", device=device, graph_mode=mode, block_size=16)
+        with pytest.raises(InvalidArgument, match=f"block_size: got 15; allowed: at least 16 with graph_mode {mode}"):
+            EngineConfig("somewhere", device=device, graph_mode=mode, block_size=15)
+
+
 def test_weight_prefetch_bytes():
     for mode in ("eager", "npugraph", "torchair"):
         config = EngineConfig("somewhere", device="npu", graph_mode=mode, weight_prefetch_bytes=1 << 20)

@@ -41,7 +41,7 @@ from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
-from mtp_backend.ops.npu_rules import check_model
+from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS, check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
@@ -117,7 +117,7 @@ class Engine:
             num_mtp=min(num_draft_layers, source.num_modules if source else 0),
             dtype=dtype,
             device=self.device,
-            max_positions=longest,
+            max_positions=max(longest, MOST_LATENT_ROWS),  # dummy requests of padded batches are this long
             ops=ops,
             mtp_source=source,
         )

@@ -41,7 +41,7 @@ from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
-from mtp_backend.ops.npu_rules import check_model
+from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS, check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
@@ -95,7 +95,13 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
-        ops = ops_for(config.device, config.graph_mode, config.attention_strategy, config.multistream_shared_expert)
+        ops = ops_for(
+            config.device,
+            config.graph_mode,
+            config.attention_strategy,
+            config.multistream_shared_expert,
+            config.weight_prefetch_bytes,
+        )
         self.device = torch.device(config.device)
         self._verifier = Verifier(config.speculative, self.tokenizer, self.vocab_size)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -111,13 +117,14 @@ class Engine:
             num_mtp=min(num_draft_layers, source.num_modules if source else 0),
             dtype=dtype,
             device=self.device,
-            max_positions=longest,
+            # Dummy requests stand at the first positions, wherever in a block.
+            max_positions=max(longest, MOST_LATENT_ROWS, config.block_size),
             ops=ops,
             mtp_source=source,
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
+        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
         # What pads a batch or a chain of drafts writes blocks behind those of the pool.

@@ -7,8 +7,8 @@ import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.cache import KVCache
-from mtp_backend.graphs import PlainPasses
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.graphs import PlainPasses
 from npu_host.device import traced
 
 from npu.conforming import DEMO
@@ -108,7 +108,7 @@ def test_unused_slots_reach_no_row(make_llm, name):
         sequences = [engine.new_sequence(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         if poisoned:
             passes = Poisoning(made[0], sequences, engine.config.block_size)
-            engine._runner._target._passes = engine._drafter._passes = passes
+            engine._runner._target._context.passes = engine._drafter._passes = passes
         for sequence in sequences:
             engine.add(sequence)
         while engine.has_work:

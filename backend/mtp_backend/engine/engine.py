@@ -30,6 +30,7 @@ from mtp_backend.graphs import (
     EagerTarget,
     GraphContext,
     GraphTarget,
+    RecordedPasses,
     chain_for,
     graph_mode_for,
     make_buckets,
@@ -128,7 +129,8 @@ class Engine:
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
         # What pads a batch or a chain of drafts writes blocks behind those of the pool.
-        dummy_blocks = num_dummy_blocks(buckets, config.block_size)
+        pads = mode or isinstance(passes, RecordedPasses)
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if pads else 0
         cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
@@ -335,7 +337,6 @@ class Engine:
         """Whether `step` has anything to do."""
         return self._drafting.has_work or self.scheduler.has_work
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One device batch: verify, accept, commit, draft.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,7 +109,7 @@ class _Program:
         counts = [sum(span.length for span in own) for own in spans]
         sizes = [size for own, count in zip(spans, counts, strict=True) for size in (count, count, 2 * len(own))]
         packed = torch.zeros(len(token_ids) + len(spans[0]) * (1 + width) + sum(sizes), dtype=torch.int64)
-        self._numbers = packed.numpy()
+        self._numbers = memoryview(packed.numpy())
         tokens, last, tables, *rest = packed.split([len(token_ids), len(spans[0]), len(spans[0]) * width, *sizes])
         layouts = []
         for positions, slots, lengths in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
@@ -139,7 +138,7 @@ class _Program:
         for table, _, _ in spans[0]:
             tables += table
             tables += [0] * (self._width - len(table))
-        self._numbers[:] = np.frombuffer(array("q", token_ids + last + tables + layouts), dtype=np.int64)
+        self._numbers[:] = array("l", token_ids + last + tables + layouts)
         if hidden:
             torch.cat(hidden, out=self._batch.hidden)
 

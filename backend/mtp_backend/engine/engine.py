@@ -125,7 +125,8 @@ class Engine:
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype)
+        max_blocks = -(-longest // config.block_size)
+        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype, max_blocks)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
         # What pads a batch or a chain of drafts writes blocks behind those of the pool.
@@ -140,7 +141,7 @@ class Engine:
             passes,
             mode,
             buckets,
-            max_blocks=-(-longest // config.block_size),
+            max_blocks=max_blocks,
             dummy_block=num_blocks,
         )
         self._prefix = PrefixReuse(self.pool, num_draft_layers, config.enable_prefix_caching, self.totals.prefix)
@@ -393,7 +394,7 @@ class Engine:
             sequence.draft_ids, sequence.draft_probs = [], []
             output = StepOutput(sequence, committed, accepted)
         if self._drafter is not None:
-            rows = computed.hidden[: num_computed - sequence.num_computed]
+            rows = computed.hidden(num_computed - sequence.num_computed)
             if sequence.hidden is not None:
                 rows = torch.cat([sequence.hidden, rows])
             elif sequence.paced:

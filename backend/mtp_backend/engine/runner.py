@@ -35,7 +35,7 @@ class Computed:
 
     Attributes:
         rows: hidden rows of the whole batch, [T, H].
-        first, last: those of the share are [first, last).
+        first, length: the share's own begin with `first`.
         prompt_logprobs: for the next tokens of the prompt, if the request asks for them.
         logits: of its last committed token and its drafts, as the network gives them, [1 + k, vocab]; None for a share
             that does not reach the end of its text, and where no request of the batch wants log-probabilities.
@@ -43,14 +43,13 @@ class Computed:
 
     rows: Tensor
     first: int
-    last: int
+    length: int
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     logits: Tensor | None = None
 
-    @property
-    def hidden(self) -> Tensor:
-        """The share's rows [fed tokens, H]."""
-        return self.rows[self.first : self.last]
+    def hidden(self, count: int) -> Tensor:
+        """The first rows of the share, [count, H]."""
+        return self.rows[self.first : self.first + count]
 
 
 class TargetRunner:
@@ -78,9 +77,9 @@ class TargetRunner:
         rows = self._target.run(token_ids, spans, all_logits=all_draw)
         computed, first = [], 0
         for share, span in zip(batch, spans, strict=True):
-            done = Computed(rows.hidden, first, first + span.length)
+            done = Computed(rows.hidden, first, span.length)
             if share.sequence.params.prompt_logprobs is not None:
-                done.prompt_logprobs = self._prompt_logprobs(share, done.hidden)
+                done.prompt_logprobs = self._prompt_logprobs(share, done.hidden(span.length))
             computed.append(done)
             first += span.length
         drawing = [(share, done) for share, done in zip(batch, computed, strict=True) if share.samples]
@@ -90,7 +89,7 @@ class TargetRunner:
         counts = [1 + len(share.draft_ids) for share, _ in drawing]
         logits = rows.logits
         if logits is None:
-            parts = [done.hidden[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
+            parts = [done.hidden(done.length)[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
             logits = self._networks.target.logits(torch.cat(parts))
         if any(share.sequence.params.logprobs is not None for share, _ in drawing):
             for (_, done), own in zip(drawing, logits.split(counts), strict=True):

@@ -41,12 +41,13 @@ class Addresses(NamedTuple):
 
 
 @contextmanager
-def server(model: str, num_drafts: int, folder: Path) -> Iterator[Addresses]:
-    """Runs a server of its own on free loopback ports."""
+def server(model: str, num_drafts: int, folder: Path, **values: object) -> Iterator[Addresses]:
+    """Runs a server of its own on free loopback ports; `values` take the place of some in the model's file."""
     repository = folder / f"{model}-k{num_drafts}"
     create = [COMMANDS / "mtp", "repository", "create", repository]
     create += ["--values", ROOT / "model_repository" / "values" / f"{model}.toml"]
-    create += ["--set", f"num_speculative_tokens={num_drafts}"]
+    for name, value in (values | {"num_speculative_tokens": num_drafts}).items():
+        create += ["--set", f"{name}={value}"]
     subprocess.run(create, check=True, stdout=subprocess.DEVNULL)
     http, grpc, metrics = _free_ports(3)
     serve = [COMMANDS / "mtp", "serve", repository, "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]

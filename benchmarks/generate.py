@@ -39,7 +39,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="mtp-generate-"))
     served = {"model": Path(arguments.checkpoint).resolve(), "num_threads": arguments.threads}
     try:
-        with server("deepseek-demo", arguments.drafts, folder, **served) as addresses, Client(addresses.grpc) as client:
+        with server("deepseek-demo", arguments.drafts, folder, served) as addresses, Client(addresses.grpc) as client:
             print("clients  engine tokens/s  generate tokens/s  ratio")
             for count in arguments.concurrency:
                 compare(llm, client, [PROMPT.format(number) for number in range(count)], arguments.tokens)

@@ -24,6 +24,7 @@ SECONDS = 6 * SOAK if SOAK > 1 else 6
 WARM_SHARE = 0.2
 KILL_SECONDS = (1.0, 4.0)  # between two kills
 IDLE_SECONDS = 3
+NUM_THINGS = 8  # that a client does
 PARAMS = [
     {"max_tokens": 12, "ignore_eos": True},
     {"max_tokens": 40, "stop": ["the"]},
@@ -116,7 +117,7 @@ def test_chaos(server, cases, tmp_path):
         wait_for(lambda: clients.done().total() > NUM_CLIENTS, 120, clients.log)
         end, next_kill = time.monotonic() + SECONDS, 0.0
         warm = end - (1 - WARM_SHARE) * SECONDS
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end or len(clients.done()) < NUM_THINGS:
             assert all(process.poll() is None for process in clients.running), clients.log()
             if now >= next_kill:
                 clients.kill(rng.randrange(NUM_CLIENTS))
@@ -132,7 +133,7 @@ def test_chaos(server, cases, tmp_path):
         done = clients.done()
     print(f"\n{NUM_CLIENTS} clients, {SECONDS} s: {done.total()} requests and sequences, {num_killed} clients killed")
     print(dict(done))
-    assert len(done) == 8 and num_killed > 1
+    assert num_killed > 1
     held = [name for name in GAUGES if name != "mtp_kv_blocks"]
     wait_for(lambda: not any(scrape(server)[name] for name in held), 60, lambda: f"nothing held: {scrape(server)}")
     assert server.descendants() == before and server.num_served() == 1, server.tail()

@@ -23,7 +23,7 @@ NUM_CLIENTS = 16 if SOAK > 1 else 4
 SECONDS = 6 * SOAK if SOAK > 1 else 6
 WARM_SHARE = 0.2
 KILL_SECONDS = (1.0, 4.0)  # between two kills
-IDLE_SECONDS = 3
+IDLE_SECONDS = 10  # more than a client on a busy machine is between two steps
 NUM_THINGS = 8  # that a client does
 PARAMS = [
     {"max_tokens": 12, "ignore_eos": True},

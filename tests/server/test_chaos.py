@@ -39,6 +39,7 @@ def server(server_factory):
         max_candidate_sequences=256,
         max_sequence_idle_microseconds=IDLE_SECONDS * 1_000_000,
         sequence_ttl_seconds=IDLE_SECONDS,
+        kv_cache_bytes=64 << 20,  # soon all of it has been used: 512 blocks, of which abandoned sequences hold many
     ) as server:
         yield server
 

@@ -119,7 +119,7 @@ def test_chaos(server, cases, tmp_path):
         end, next_kill = time.monotonic() + SECONDS, 0.0
         warm = end - (1 - WARM_SHARE) * SECONDS
         while (now := time.monotonic()) < end or len(clients.done()) < NUM_THINGS:
-            assert all(process.poll() is None for process in clients.running), clients.log()
+            assert all(process.poll() is None for process in clients.running), f"{clients.log()}\n{server.tail()}"
             if now >= next_kill:
                 clients.kill(rng.randrange(NUM_CLIENTS))
                 clients.start()

@@ -86,6 +86,9 @@ def unharmed(server, alone):
     levels = Levels(server)
     try:
         yield levels.note
+    except BaseException:
+        print(server.tail())
+        raise
     finally:
         stop.set()
         thread.join()

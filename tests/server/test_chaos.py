@@ -23,7 +23,7 @@ NUM_CLIENTS = 16 if SOAK > 1 else 4
 SECONDS = 6 * SOAK if SOAK > 1 else 6
 WARM_SHARE = 0.2
 KILL_SECONDS = (1.0, 4.0)  # between two kills
-IDLE_SECONDS = 10  # more than a client on a busy machine is between two steps
+IDLE_SECONDS = 10
 NUM_THINGS = 8  # that a client does
 PARAMS = [
     {"max_tokens": 12, "ignore_eos": True},
@@ -63,7 +63,8 @@ class Clients:
     """The client processes, each with a seed and a log of its own."""
 
     def __init__(self, server, cases, folder):
-        self._command = [sys.executable, "-m", "server.chaos_client", server.http_url, server.grpc_url, str(cases)]
+        self._command = [sys.executable, "-m", "server.chaos_client", server.http_url, server.grpc_url]
+        self._command += [str(cases), str(IDLE_SECONDS)]
         self._folder = folder
         self._num_started = 0
         self.running = []

@@ -139,6 +139,28 @@ def test_stopped(server_factory, alone):
         server.note()
 
 
+def test_stood_still(server_factory, alone):
+    """A process that stood still in a batch was given up by the server, which would take its answers for others': it
+    ends instead."""
+    with server_factory() as server, ThreadPoolExecutor(1) as pool, Connection(server) as connection:
+        connection.step("still", start=True, text_input=PROMPTS[0])
+        engine, pid = server.engine_pid(), server.stub_pid("main")
+        os.kill(engine, signal.SIGSTOP)
+        step = pool.submit(connection.step, "still", step=1)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(pid, signal.SIGCONT)
+        assert isinstance(step.exception(60), InferenceServerException)
+        wait_for(lambda: pid not in server.descendants(), 60, server.tail)
+        os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: server.num_served() == 2, START_SECONDS, server.tail)
+        assert "stood still in the middle of a batch" in server.log.read_text(errors="replace")
+        right = alone(PROMPTS[0], **GREEDY).token_ids
+        assert server.engine_pid() == engine and answers(server) == (right, right)
+        server.note()
+
+
 def test_terminated(server_factory):
     """SIGTERM under load and with an open sequence: requests that run are finished, then all processes end."""
     with server_factory(options=["--drain-seconds", "300"]) as server:

@@ -44,6 +44,10 @@ class Chaos:
             return "forgotten"
         return do.__name__
 
+    def pause(self):
+        """Seconds until the next thing: many clients leave the server some of a small machine."""
+        return self._rng.uniform(0, 0.5)
+
     def stream(self, case):
         """A stream to its end; some of the requests stop at a text."""
         self._check(case, list(self._open(case)), whole=True)
@@ -144,6 +148,7 @@ def main():
         chaos = Chaos(server, connection, json.load(file), int(idle), int(seed))
         while True:
             print(chaos.act(), flush=True)
+            time.sleep(chaos.pause())
 
 
 if __name__ == "__main__":

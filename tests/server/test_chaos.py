@@ -22,7 +22,7 @@ from server.test_metrics import GAUGES, scrape
 NUM_CLIENTS = 16 if SOAK > 1 else 4
 SECONDS = 6 * SOAK if SOAK > 1 else 6
 WARM_SHARE = 0.2
-KILL_SECONDS = (1.0, 4.0)  # between two kills
+KILL_SECONDS = (2.0, 6.0) if SOAK > 1 else (1.0, 3.0)  # between two kills
 IDLE_SECONDS = 10
 NUM_THINGS = 8  # that a client does
 PARAMS = [

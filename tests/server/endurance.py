@@ -130,8 +130,10 @@ def run_all(count, new_client, warm):
             failed.set()
             raise
 
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        list(pool.map(work, range(NUM_CLIENTS)))
-    left = len(list(numbers))
-    print(f"\n{outcomes.total()} in {time.monotonic() - started:.0f} s, {left} of {count} left out: {dict(outcomes)}")
+    try:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            list(pool.map(work, range(NUM_CLIENTS)))
+    finally:
+        left, seconds = len(list(numbers)), time.monotonic() - started
+        print(f"\n{outcomes.total()} in {seconds:.0f} s, {left} of {count} left out: {dict(outcomes)}")
     return outcomes

@@ -45,8 +45,8 @@ class Chaos:
         return do.__name__
 
     def pause(self):
-        """Seconds until the next thing: many clients leave the server some of a small machine."""
-        return self._rng.uniform(0, 0.5)
+        """Seconds until the next thing: many clients leave the server most of a small machine."""
+        return self._rng.uniform(0, 2)
 
     def stream(self, case):
         """A stream to its end; some of the requests stop at a text."""

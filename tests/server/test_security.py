@@ -132,7 +132,7 @@ def test_no_text_of_a_client_in_the_log(triton_server, connection):
         assert generate(triton_server, text_input=secret, **fields).status_code == 400
     steps = connection.run("logged", f"{secret} In the", GREEDY)
     for wrong in ({"text_input": secret, "draft_ids": [5] * 99}, {"text_input": secret, "sampling_parameters": secret}):
-        assert refusal(connection.step, f"{secret}-id", start=True, **wrong).invalid
+        assert refusal(connection.step, "refused", start=True, **wrong).invalid
     log = triton_server.log.read_text(errors="replace")
     texts = [secret, answer["text_output"], "".join(step["text_output"] for step in steps)]
     assert "mtp serve: ready" in log and not [text for text in texts if text in log]

@@ -218,8 +218,12 @@ def test_expiry(table):
     table.sessions.expire()
     table.refused(table.ask("silent", 1), "NOT_FOUND", "sequence lost")
     assert table.step("active", 1).step == 1
-    table.now = 3 * TTL
+    table.now = 2 * TTL
+    assert table.step("active", 1).step == 1  # the same answer again is a use too
+    table.now = 3 * TTL - 1
+    table.sessions.expire()
     running = table.ask("active", 2)
+    table.now = 5 * TTL  # its step takes longer than the limit
     table.sessions.expire()
     table.run()
     assert table.answer(running).step == 2

@@ -21,6 +21,11 @@ def test_steps(table):
     assert table.step() == Stepped(4, [7, 8, 102], "", 2, 10, "", 2, 1, [7, 8])  # without a number: the next
 
 
+def test_start_behind_tokens_that_were_generated(table):
+    """As a client starts a sequence that was lost: its prompt, and its tokens so far."""
+    assert table.step(start=True, generated_ids=[50, 51]) == Stepped(1, [100], "", 0, 6, "", 0, 1)
+
+
 def test_end(table):
     table.step(start=True)
     last = table.step(step=-1, end=True)

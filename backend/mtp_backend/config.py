@@ -11,6 +11,7 @@ from typing import Any
 
 from mtp_backend import checks
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.torchair_config import TorchairGraphConfig
 
 # The attention operations of Ascend take at most 16 query rows of a sequence: the last token and 15 drafts.
 MAX_SPECULATIVE_TOKENS = 15
@@ -124,7 +125,7 @@ class SpeculativeConfig:
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
-GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "torchair"}}
+GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "npugraph_piecewise", "torchair"}}
 # How a device can attend to the cache in a verify step.
 ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion"}}
 
@@ -151,13 +152,16 @@ class EngineConfig:
         sequence_ttl_seconds: a client-paced sequence not heard of for this long is forgotten.
         graph_mode: how decoding batches run: "eager", operation by operation; on a CPU "recorded", the operations of a
             pass again as they were performed when its shape was first met; or by graphs of fixed shape, which are made
-            once: on an NPU captured ("npugraph") or compiled ("torchair"), on a CPU compiled ("inductor"). None takes
-            "recorded" where it can be, else "eager".
+            once: on an NPU captured ("npugraph", and "npugraph_piecewise" without the attentions) or compiled
+            ("torchair"), on a CPU compiled ("inductor"). None takes "recorded" where it can be, else "eager".
         graph_capture_sizes: tokens of those shapes, multiples of 1 + k, ascending; None takes 1, 2, 4, … and
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
+        torchair_graph_config: settings of graph_mode "torchair"; a dictionary with the same keys is accepted.
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
             "batch_expansion", each as a sequence of its own. The result is the same.
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
+        weight_prefetch_bytes: on an NPU so many bytes of a weight, at most, are loaded into the device's cache (L2)
+            while the operations before its product run; 0: none.
         num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
             the processors). One is best for small models, and on a host that does other work.
         otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
@@ -180,8 +184,10 @@ class EngineConfig:
     sequence_ttl_seconds: float = 300.0
     graph_mode: str | None = None
     graph_capture_sizes: tuple[int, ...] | None = None
+    torchair_graph_config: TorchairGraphConfig = TorchairGraphConfig()
     attention_strategy: str = "tnd"
     multistream_shared_expert: bool = False
+    weight_prefetch_bytes: int = 0
     num_threads: int | None = None
     otlp_endpoint: str = ""
 
@@ -219,12 +225,26 @@ class EngineConfig:
             raise InvalidArgument("multistream_shared_expert", True, f"false with device {self.device}")
         if self.multistream_shared_expert and self.graph_mode == "torchair":
             raise InvalidArgument("multistream_shared_expert", True, "false with graph_mode torchair")
+        checks.integer("weight_prefetch_bytes", self.weight_prefetch_bytes, 0)
+        if self.weight_prefetch_bytes and self.device != "npu":
+            raise InvalidArgument("weight_prefetch_bytes", self.weight_prefetch_bytes, f"0 with device {self.device}")
+        if self.weight_prefetch_bytes and self.graph_mode == "npugraph_piecewise":
+            allowed = "0 with graph_mode npugraph_piecewise: the attentions, beside which weights are loaded, are eager"
+            raise InvalidArgument("weight_prefetch_bytes", self.weight_prefetch_bytes, allowed)
         self._check_graphs()
 
     def _check_graphs(self) -> None:
         if self.graph_mode is not None:
             checks.choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        given = self.torchair_graph_config
+        if not isinstance(given, TorchairGraphConfig):
+            object.__setattr__(self, "torchair_graph_config", TorchairGraphConfig.from_dict(given))
+        if self.graph_mode != "torchair" and self.torchair_graph_config != TorchairGraphConfig():
+            raise InvalidArgument("torchair_graph_config", given, "{} without graph_mode torchair")
         padded = self.graph_mode not in (None, "eager", "recorded")
+        if padded and self.block_size < MAX_SPECULATIVE_TOKENS + 1:
+            allowed = f"at least 16 with graph_mode {self.graph_mode}: a block for a dummy request of a padded batch"
+            raise InvalidArgument("block_size", self.block_size, allowed)
         checks.choice("attention_strategy", self.attention_strategy, ATTENTION_STRATEGIES[self.device])
         if padded and self.attention_strategy != "tnd":
             allowed = f"tnd with graph_mode {self.graph_mode}: a graph's sequences stay as they are"

@@ -131,6 +131,16 @@ struct Experts {
   bf16* y;
 };
 
+// Each row of logits is searched in parts.
+struct MostLikely {
+  const void* logits;  // [rows, vocab], float if `wide`, else bf16
+  bool wide;
+  std::int64_t rows, vocab, parts;
+  float* values;         // [rows, parts], the greatest of each part
+  std::int64_t* tokens;  // [rows, parts], where it is
+  std::int64_t* result;  // [rows]
+};
+
 // Work items: `…_items`, or what the comment says.
 #define MTP_ALL_KERNELS(use, level)                                                                     \
   use(level, pack_items, std::int64_t, (std::int64_t m))                                                \
@@ -158,6 +168,8 @@ struct Experts {
   use(level, experts_down_items, std::int64_t, (const Experts&))                                        \
   use(level, experts_down, void, (const Experts&, std::int64_t begin, std::int64_t end))                \
   use(level, experts_sum, void, (const Experts&, std::int64_t begin, std::int64_t end))    /* tokens */ \
+  use(level, most_likely, void, (const MostLikely&, std::int64_t begin, std::int64_t end))  /* parts */ \
+  use(level, most_likely_of_parts, void, (const MostLikely&, std::int64_t begin, std::int64_t end)) /* rows */ \
   use(level, attention_memory, std::int64_t, (const Attention&)) /* bytes that `attend` needs at a multiple of 64 */ \
   use(level, attend, void, (const Attention&, const AttentionItem&, float* partials, void* memory)) \
   use(level, fold_partials, void, (const Attention&, const AttentionItem&, std::int64_t query, float* partials))

@@ -11,7 +11,7 @@ if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
     from mtp_backend.ops import Ops, ReferenceOps, npu_cache_rules, npu_rules, ops_for
-    from npu_host import attention, device, documented, graph_engine, references
+    from npu_host import attention, device, documented, experts, graph_engine, references  # noqa: F401
 
     from npu.conforming import conforming, without_upper_layers
 
@@ -70,6 +70,7 @@ def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
         name: str, device: str, k: int, dtype: str, path: str | None = None, ops: "Ops | None" = None, **options: object
     ) -> LLM:
         own = ops or ReferenceOps()
+        sizes = {"max_model_len": 256, "max_num_seqs": 8, "prefill_chunk_size": 40, "num_threads": 1}
         with patch("mtp_backend.engine.engine.ops_for", (lambda *_: own) if device == "cpu" else ops_for):
             return LLM(
                 path or checkpoint(name),
@@ -77,11 +78,7 @@ def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
                 dtype,
                 device,
                 block_size=BLOCK_SIZE[name],
-                max_model_len=256,
-                max_num_seqs=8,
-                prefill_chunk_size=40,
-                num_threads=1,
-                **options,
+                **sizes | options,
             )
 
     return make

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_npu
 from npu_host import capture
-from npu_host.device import DeviceError, run_checked
+from npu_host.device import DeviceError, run_checked, traced
 from npu_host.documented import Undocumented
 
 BF16 = torch.bfloat16
@@ -155,6 +155,40 @@ def test_the_host_cannot_wait_inside_a_capture(function):
     x = on_device(2, 3)
     with pytest.raises((capture.CaptureError, DeviceError)):
         captured(lambda: function(x))
+
+
+def test_streams_inside_a_capture():
+    x, side, alone = on_device(2, 3), torch.npu.Stream(), torch.npu.Stream()
+
+    def function(fork=True, join=True, again=False, wait=None):
+        main = torch.npu.current_stream()
+        if fork:
+            side.wait_stream(main)
+        with torch.npu.stream(side):
+            other = x + 1
+        if join:
+            main.wait_stream(side)
+        if again:
+            with torch.npu.stream(side):
+                other = other + 1
+        if wait is not None:
+            main.wait_stream(wait)
+        return x * other
+
+    graph, result = captured(function)
+    with traced() as trace:
+        graph.replay()
+    assert torch.equal(result.cpu(), x.cpu() * (x.cpu() + 1))
+    (first, own), (second, main) = trace.launches
+    assert (first, second, own) == ("aten::add.Tensor", "aten::mul.Tensor", side.stream_id) and main != own
+    for wrong, named in [
+        ({"fork": False}, "has not waited for the capture"),
+        ({"join": False}, "has joined it again"),
+        ({"again": True}, "has joined it again"),
+        ({"wait": alone}, "waits for one outside"),
+    ]:
+        with pytest.raises(capture.CaptureError, match=named):
+            captured(lambda wrong=wrong: function(**wrong))
 
 
 def test_a_result_before_its_update_fails():

@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
-from mtp_backend.cache import KVCache, build_layout
+from mtp_backend.cache import KVCache
+from mtp_backend.graphs import PlainPasses
 from mtp_backend.errors import InvalidArgument
 from npu_host.device import traced
 
@@ -63,10 +64,22 @@ def test_batch_expansion_equals_cpu(make_llm, expected, name):
     assert generate(make_llm(name, "npu", 3, "float32", attention_strategy="batch_expansion")) == expected[name]
 
 
-def poisoning(cache, sequences):
-    """`build_layout` for target and draft passes, that first fills every slot without a computed key with NaN."""
+class Poisoning(PlainPasses):
+    """Fills every slot without a computed key with NaN before each pass."""
 
-    def poison(layers, lengths):
+    def __init__(self, cache, sequences, block_size):
+        super().__init__(block_size, torch.device("npu"))
+        self.cache, self.sequences = cache, sequences
+
+    def run(self, name, function, token_ids, spans, hidden=None, selection=None):
+        if hidden is None:
+            self.poison(self.cache.layers[:-1], [(own.block_table, own.num_computed) for own in self.sequences])
+        else:
+            own = [(sequence.block_table, sequence.num_drafted) for sequence in self.sequences]
+            self.poison(self.cache.layers[-1:], own + [(span.block_table, span.start) for span in spans[0]])
+        return super().run(name, function, token_ids, spans, hidden, selection)
+
+    def poison(self, layers, lengths):
         written = torch.zeros(layers[0][0].shape[:2], dtype=torch.bool)
         for table, length in lengths:
             for place in range(length):
@@ -74,17 +87,6 @@ def poisoning(cache, sequences):
         for layer in layers:
             for tensor in layer:
                 tensor[(~written).to("npu")] = math.nan
-
-    def target(spans, *others):
-        poison(cache.layers[:-1], [(own.block_table, own.num_computed) for own in sequences])
-        return build_layout(spans, *others)
-
-    def draft(spans, *others):
-        own = [(sequence.block_table, sequence.num_drafted) for sequence in sequences]
-        poison(cache.layers[-1:], own + [(span.block_table, span.start) for span in spans])
-        return build_layout(spans, *others)
-
-    return target, draft
 
 
 @pytest.mark.parametrize("name", ["deepseek", "glm"])
@@ -104,18 +106,16 @@ def test_unused_slots_reach_no_row(make_llm, name):
     def run(poisoned):
         engine = llm.engine
         sequences = [engine.new_sequence(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        target, draft = poisoning(made[0], sequences) if poisoned else (build_layout, build_layout)
-        with (
-            patch("mtp_backend.graphs.target.build_layout", target),
-            patch("mtp_backend.speculation.drafter.build_layout", draft),
-        ):
-            for sequence in sequences:
-                engine.add(sequence)
-            while engine.has_work:
-                engine.step()
+        if poisoned:
+            passes = Poisoning(made[0], sequences, engine.config.block_size)
+            engine._runner._target._passes = engine._drafter._passes = passes
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.has_work:
+            engine.step()
         return [sequence.token_ids for sequence in sequences]
 
-    assert run(poisoned=True) == run(poisoned=False)
+    assert run(poisoned=False) == run(poisoned=True)
 
 
 # Of one decoding step with 2 drafts: 4 target layers, and the draft layer twice. One layer of each target is dense.

@@ -12,12 +12,13 @@ from mtp_backend import SamplingParams
 from mtp_backend.graphs import DraftChain
 from mtp_backend.graphs.compiled import CompiledGraph
 from mtp_backend.graphs.npugraph import CapturedGraph
+from mtp_backend.graphs.piecewise import PiecewiseGraph
 from npu_host import capture, graph_engine
 from npu_host.device import traced
 
 from npu.test_engine import requests as mixed_requests
 
-MODES = {"npugraph": CapturedGraph, "torchair": CompiledGraph}
+MODES = {"npugraph": CapturedGraph, "npugraph_piecewise": PiecewiseGraph, "torchair": CompiledGraph}
 
 
 def requests(llm):
@@ -81,6 +82,32 @@ def test_compiled_graphs_equal_cpu(shallow, make_llm, expected, name, k):
         assert sum(map(int, graph_engine.options(graph)["frozenInput"].split(","))) >= 10
 
 
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_pieces_equal_cpu(shallow, make_llm, expected, name, k):
+    """What is captured has no attention, and no task that waits for an update; each attention stands between two."""
+    options = {"path": shallow(name)}
+    if ("shallow", name) not in expected:
+        expected["shallow", name] = generate(make_llm(name, "cpu", 0, "float32", **options))
+    llm = make_llm(name, "npu", k, "float32", graph_mode="npugraph_piecewise", **options)
+    assert generate(llm) == expected["shallow", name]
+    targets, chains = graphs_of(llm)
+    assert len(targets) > 1 and bool(chains) == bool(k)
+    graphs = [(graph, 1) for _, graph in targets.values()] + [(chain.graph, k) for chain in chains.values()]
+    for graph, attentions in graphs:
+        assert len(graph._pieces) == attentions + 1
+        for piece in graph._pieces:
+            captured = {getattr(entry, "name", "an event") for entry in piece.recorded}
+            assert captured and not captured & {"an event", "npu::npu_fused_infer_attention_score_v2"}
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_pieces_of_all_layers_equal_cpu(make_llm, name):
+    llm = make_llm(name, "npu", 2, "bfloat16", graph_mode="npugraph_piecewise")
+    assert generate(llm) == generate(make_llm(name, "cpu", 2, "bfloat16"))
+
+
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["deepseek", "glm"])
 def test_bfloat16_equals_cpu(make_llm, name, k):
@@ -119,7 +146,9 @@ def test_one_graph_for_a_bucket(shallow, make_llm, name, mode):
         texts, sizes = serve(llm, 100)
     targets, chains = graphs_of(llm)
     assert [bucket.num_tokens for bucket in sorted(targets)] == [3, 6, 12] == [own.num_tokens for own in sorted(chains)]
-    assert num_made() - before == 6 == len(set(runs))
+    assert len(set(runs)) == 6
+    # In pieces: 2 of each target pass of one layer, 3 of each chain of two drafts.
+    assert num_made() - before == (3 * (2 + 3) if mode == "npugraph_piecewise" else 6)
     assert len(runs) > len(sizes)  # most steps are two runs
     speculation = llm.engine.totals.speculation
     assert 0 < speculation.num_accepted_draft_tokens < speculation.num_draft_tokens
@@ -168,6 +197,21 @@ def test_padding_reaches_no_row(shallow, make_llm, name, mode):
     with patch.object(MODES[mode], "run", poison):
         assert run() == clean
     assert min(poisoned) >= 3
+
+
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("mode", MODES)
+def test_dummies_longer_than_any_sequence(shallow, make_llm, mode):
+    """A dummy request takes all positions up to 15, of which the longest sequence may have fewer."""
+    options = {"path": shallow("deepseek"), "max_model_len": 9}
+    texts = []
+    for device, graphs in [("cpu", {}), ("npu", {"graph_mode": mode, "graph_capture_sizes": [24]})]:
+        llm = make_llm("deepseek", device, 2, "float32", **options, **graphs)
+        prompts = [[7, 8, 9][: 1 + index] for index in range(3)]
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        texts.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert texts[0] == texts[1] and sum(map(len, texts[0])) == 18
+    assert [bucket.num_tokens for bucket in graphs_of(llm)[0]] == [24]
 
 
 def test_copies_of_a_step(make_llm):

@@ -5,6 +5,8 @@ captured is recorded here, and run at each replay. As on the device:
 
 - a capture computes nothing: results have the shapes of torch_npu's shape functions and hold NaN;
 - reading a value back, or a copy between host and device, is an error inside a capture;
+- work on another stream belongs to a capture only between a wait of that stream for one of the capture, and a wait of
+  one of the capture for it;
 - a replay stops at an event that is recorded outside, by the update of the task behind it. Anything else that is run
   before would wait for ever there, and is an error here.
 """
@@ -18,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npu_host.forks import CaptureError, Forks
+
 POISON = 77  # of integers; floating-point results are NaN
-
-
-class CaptureError(RuntimeError):
-    """The real device could not capture this."""
 
 
 class PendingUpdate(RuntimeError):
@@ -31,12 +31,13 @@ class PendingUpdate(RuntimeError):
 
 @dataclass
 class Task:
-    """A captured operation: how to run it, and the tensors that its results are written to."""
+    """A captured operation: how to run it, its stream, and the tensors that its results are written to."""
 
     name: str
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    stream: Any = field(default_factory=torch.npu.current_stream)
     results: list[Tensor] = field(default_factory=list)
 
 
@@ -57,6 +58,7 @@ class _State:
     groups: list[Task] = field(default_factory=list)  # by their handles
     group_start: int = 0
     updating: Task | None = None
+    forks: Forks | None = None  # of the last capture
     recorded: set[int] = field(default_factory=set)  # events, by id
     waiting: list[list[Entry]] = field(default_factory=list)  # what replays have still to run
     captures: int = 0
@@ -88,6 +90,7 @@ def record(task: Task, infer: Callable[..., Any], new: Callable[[Tensor], Tensor
         infer: gives the results for arguments on the device meta.
         new: a device tensor like one on the device meta.
     """
+    state.forks.launch(task.stream.stream_id)
     originals: list[tuple[Tensor, Tensor]] = []
 
     def to_meta(value: Any) -> Any:
@@ -170,9 +173,17 @@ def install(execute: Callable[[Task], None]) -> None:
     def begin(graph: Any) -> None:
         state.captures += 1
         state.capturing = graph.recorded = []
+        state.forks = Forks(torch.npu.current_stream().stream_id)
 
     def end(graph: Any) -> None:
         state.capturing = None
+
+    leave = graphs.graph.__exit__
+
+    def left(context: Any, kind: Any, *error: Any) -> None:
+        leave(context, kind, *error)
+        if kind is None:
+            state.forks.end()
 
     def replay(graph: Any) -> None:
         check_no_wait("replay")
@@ -187,12 +198,22 @@ def install(execute: Callable[[Task], None]) -> None:
         state.recorded.add(id(event))
         advance()
 
+    graphs.graph.__exit__ = left
     after(graphs.NPUGraph, "capture_begin", begin)
     after(graphs.NPUGraph, "capture_end", end)
     after(graphs.NPUGraph, "replay", replay)
     after(torch.npu.ExternalEvent, "wait", captured("wait"))
     after(torch.npu.ExternalEvent, "reset", captured("reset"))
     after(torch.npu.ExternalEvent, "record", recorded)
+
+    wait_stream = torch.npu.Stream.wait_stream
+
+    def waits(stream: Any, other: Any) -> None:
+        if is_capturing():
+            state.forks.wait(stream.stream_id, other.stream_id)
+        wait_stream(stream, other)
+
+    torch.npu.Stream.wait_stream = waits
 
     def group_begin(stream: Any) -> None:
         state.group_start = len(state.capturing)

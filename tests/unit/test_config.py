@@ -1,5 +1,6 @@
 """Every field of an engine's configuration is checked by name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -25,8 +26,10 @@ WRONG = {
     "sequence_ttl_seconds": (0, -1, 0.0, float("nan"), float("inf"), 1e10, 10**400, True, "300", None),
     "graph_mode": ("npugraph", "torchair", "", 1),  # of a CPU
     "graph_capture_sizes": ([4], (), "4", 4),
+    "torchair_graph_config": (None, 1, [], {"run_eagerly": True}),  # without graph_mode torchair
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
+    "weight_prefetch_bytes": (-1, 1, None, 0.5, True),  # 1 on a CPU
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {
@@ -183,7 +186,10 @@ def test_capture_sizes():
         InvalidArgument, match=r"graph_capture_sizes: got \[4\]; allowed: null with graph_mode null, eager"
     ):
         EngineConfig("somewhere", device="npu", graph_capture_sizes=[4])
-    with pytest.raises(InvalidArgument, match="graph_mode: got 'inductor'; allowed: one of eager, npugraph, torchair"):
+    with pytest.raises(
+        InvalidArgument,
+        match="graph_mode: got 'inductor'; allowed: one of eager, npugraph, npugraph_piecewise, torchair",
+    ):
         EngineConfig("somewhere", device="npu", graph_mode="inductor")
 
 
@@ -201,6 +207,60 @@ def test_multistream_shared_expert():
     for options in ({"device": "cpu"}, {"device": "npu", "graph_mode": "torchair"}):
         with pytest.raises(InvalidArgument, match="multistream_shared_expert: got True; allowed: false with"):
             EngineConfig("somewhere", multistream_shared_expert=True, **options)
+
+
+def test_torchair_graph_config(tmp_path):
+    given = {"mode": "", "enable_view_optimize": False, "graph_dump_path": str(tmp_path), "print_tensors": "add_.*"}
+    config = EngineConfig("somewhere", device="npu", graph_mode="torchair", torchair_graph_config=given)
+    assert dataclasses.asdict(config.torchair_graph_config).items() >= given.items()
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    assert EngineConfig("somewhere", torchair_graph_config={}) == EngineConfig("somewhere")
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ({"mode": "reduce-overhead"}, "one of , max-autotune"),
+        ({"enable_frozen_parameter": 1}, "true or false"),
+        ({"run_eagerly": "yes"}, "true or false"),
+        (
+            {"print_tensors": "add("},
+            "a regular expression, or empty (missing ), unterminated subpattern at position 3)",
+        ),
+        ({"graph_dump_path": "/nowhere"}, "a folder that exists, or empty"),
+        ({"data_dump_path": 1}, "a folder that exists, or empty"),
+        ({"enabled": True}, 'graph_mode "torchair" in its place'),
+        ({"graph_batch_sizes": [4, 8]}, "graph_capture_sizes in its place: sizes in tokens"),
+        ({"graph_batch_sizes_init": True}, "no graph_capture_sizes in its place"),
+        ({"use_cached_graph": True}, "no such key: torchair's cache on disk is read as a pickle and run as code"),
+        ({"use_cached_kv_cache_bytes": True}, "kv_cache_bytes in its place"),
+        ({"enable_multistream_mla": True}, "no such key"),
+        ({"enable_kv_nz": True}, "no such key: the cache is not tiled"),
+        ({"enable_super_kernel": True}, "no such key"),
+        ({"frozen_parameter": True}, "no such key; the keys are data_dump_path, enable_frozen_parameter, "),
+    ],
+)
+def test_wrong_torchair_graph_config(given, allowed):
+    with pytest.raises(InvalidArgument) as error:
+        EngineConfig("somewhere", device="npu", graph_mode="torchair", torchair_graph_config=given)
+    [name] = given
+    assert f"torchair_graph_config.{name}" in str(error.value) and allowed in str(error.value)
+
+
+def test_a_dummy_request_fits_a_block():
+    for device, mode in (("cpu", "inductor"), ("npu", "npugraph")):
+        EngineConfig("somewhere", device=device, graph_mode=mode, block_size=16)
+        with pytest.raises(InvalidArgument, match=f"block_size: got 15; allowed: at least 16 with graph_mode {mode}"):
+            EngineConfig("somewhere", device=device, graph_mode=mode, block_size=15)
+
+
+def test_weight_prefetch_bytes():
+    for mode in ("eager", "npugraph", "torchair"):
+        config = EngineConfig("somewhere", device="npu", graph_mode=mode, weight_prefetch_bytes=1 << 20)
+        assert config.weight_prefetch_bytes == 1 << 20
+    for options in ({"device": "cpu"}, {"device": "npu", "graph_mode": "npugraph_piecewise"}):
+        with pytest.raises(InvalidArgument, match="weight_prefetch_bytes: got 1; allowed: 0 with"):
+            EngineConfig("somewhere", weight_prefetch_bytes=1, **options)
 
 
 def test_attention_strategy():

@@ -10,6 +10,7 @@ from mtp_backend.cache import Span, build_layout
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models.config import YarnConfig
 from mtp_backend.ops import npu_cache_rules as cache_rules
+from mtp_backend.ops import npu_prefetch as prefetch
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops import ops_for
 from mtp_backend.ops.npu_batch import attention_batch
@@ -201,6 +202,17 @@ BROKEN += [
 ]
 
 
+PREFETCH = {"weight": torch.empty(40, 20, dtype=BF16), "offset": 0, "size": 1600}
+BROKEN += [
+    (prefetch.check_prefetch, PREFETCH, {"size": 0}, "max_size: got 0; allowed: 1 … 1600"),
+    (prefetch.check_prefetch, PREFETCH, {"size": 1601}, "max_size: got 1601"),
+    (prefetch.check_prefetch, PREFETCH, {"offset": -2}, "offset: got -2; allowed: 0 … 1599"),
+    (prefetch.check_prefetch, PREFETCH | {"size": 100}, {"offset": 1600}, "offset: got 1600"),
+    (prefetch.check_prefetch, PREFETCH | {"size": 100}, {"offset": 1502}, "max_size: got 100; allowed: 1 … 98"),
+    (prefetch.check_prefetch, PREFETCH, {"weight": torch.empty(20, 40, dtype=BF16).T}, "input: got 'strides (1, 40)'"),
+]
+
+
 @pytest.mark.parametrize(("check", "right", "change", "named"), BROKEN)
 def test_broken_rule(check, right, change, named):
     check(**right)
@@ -218,6 +230,21 @@ def test_types_must_agree(wrong):
         rules.check_same_type("npu_rms_norm", input=x, gamma=x.to(wrong))
     with pytest.raises(InvalidArgument, match="npu_rms_norm: input: got torch.float64"):
         rules.check_same_type("npu_rms_norm", input=x.double(), gamma=x.double())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "limit", "size"),
+    [
+        ((40, 20), BF16, 1000, 1000),
+        ((40, 20), BF16, 10**9, 1600),
+        ((40, 20), torch.int8, 10**9, 48 * 32),  # whole tiles
+        ((3, 32, 64), torch.int8, 10**9, 3 * 32 * 64),  # half of bfloat16
+    ],
+)
+def test_bytes_that_are_prefetched(shape, dtype, limit, size):
+    weight = torch.empty(shape, dtype=dtype)
+    assert prefetch.prefetch_range(weight, limit) == (0, size)
+    prefetch.check_prefetch(weight, 0, size)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.graphs import (
-    DraftChain,
     EagerTarget,
     GraphContext,
     GraphTarget,
+    chain_for,
     graph_mode_for,
     make_buckets,
     num_dummy_blocks,
@@ -41,7 +41,7 @@ from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
-from mtp_backend.ops.npu_rules import check_model
+from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS, check_model
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
@@ -95,7 +95,13 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.rules = EndRules(frozenset(checkpoint.eos_token_ids), longest)
         self.tokenizer = load_tokenizer(Path(config.model))
-        ops = ops_for(config.device, config.graph_mode, config.attention_strategy, config.multistream_shared_expert)
+        ops = ops_for(
+            config.device,
+            config.graph_mode,
+            config.attention_strategy,
+            config.multistream_shared_expert,
+            config.weight_prefetch_bytes,
+        )
         self.device = torch.device(config.device)
         self._verifier = Verifier(config.speculative, self.tokenizer, self.vocab_size)
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -111,17 +117,18 @@ class Engine:
             num_mtp=min(num_draft_layers, source.num_modules if source else 0),
             dtype=dtype,
             device=self.device,
-            max_positions=longest,
+            # Dummy requests stand at the first positions, wherever in a block.
+            max_positions=max(longest, MOST_LATENT_ROWS, config.block_size),
             ops=ops,
             mtp_source=source,
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode, passes = graph_mode_for(config.graph_mode), passes_for(config, networks, ops, dtype)
+        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
-        # Dummy requests of padded batches write blocks behind those of the pool.
-        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if mode else 0
+        # What pads a batch or a chain of drafts writes blocks behind those of the pool.
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size)
         cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
@@ -143,8 +150,7 @@ class Engine:
         self._drafter = None
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, graphs)
-            if mode and not config.speculative.use_mtp_vanilla:
-                self._drafter.chain = DraftChain(config.speculative, graphs)
+            self._drafter.chain = chain_for(config.speculative, graphs)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
         self._drafting = Drafting(
             self._drafter,
@@ -344,9 +350,9 @@ class Engine:
             self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
             num_recorded = self._passes.num_recorded
             self.draft_length.start_pass()
-            computed, logits = self._runner.run(batch)
+            computed, scores = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
-            verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
+            verdicts = iter(self._verifier.verify(drawing, scores) if drawing else [])
             self._stopwatch.verified()
             for share, done in zip(batch, computed, strict=True):
                 output = self._advance(share, done, next(verdicts) if share.samples else None)

@@ -76,7 +76,11 @@ class GQAttention(nn.Module):
         key_cache, value_cache = cache
         self.ops.write_cache(key_cache, layout.slots, key)
         self.ops.write_cache(value_cache, layout.slots, value)
-        attended = self.ops.gqa_attention(query, key_cache, value_cache, layout, self.scale)
+        attended = self.ops.while_loading(
+            self.o_proj.weight,
+            query,
+            lambda: self.ops.gqa_attention(query, key_cache, value_cache, layout, self.scale),
+        )
         return self.o_proj(attended.flatten(1))
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,11 +12,15 @@ log = logging.getLogger("mtp.ops")
 
 
 def ops_for(
-    device: str, graph_mode: str | None = None, attention_strategy: str = "tnd", multistream: bool = False
+    device: str,
+    graph_mode: str | None = None,
+    attention_strategy: str = "tnd",
+    multistream: bool = False,
+    prefetch_bytes: int = 0,
 ) -> Ops:
     """Returns the operations of a device for a graph mode.
 
-    The configuration has checked the values, of which `NpuOps` explains the last two.
+    The configuration has checked the values, of which `NpuOps` explains the last three.
 
     Raises:
         InvalidArgument: torch_npu or what it needs is not installed.
@@ -40,4 +44,4 @@ def ops_for(
         raise InvalidArgument(
             "device", device, f"cpu; npu needs CANN and `pip install torch_npu==2.13.0` ({error})"
         ) from error
-    return NpuOps(attention_strategy, multistream)
+    return NpuOps(attention_strategy, multistream, prefetch_bytes)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtp_backend.ops.interface import Int8Ops
+from mtp_backend.ops.interface import Int8Ops, Result
 
 
 class ComposedOps:
@@ -38,6 +38,9 @@ class ComposedOps:
 
     def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
         return [first(x), second(x)]
+
+    def while_loading(self, weight: Tensor, after: Tensor, compute: Callable[[], Result]) -> Result:
+        return compute()
 
     def write_latent(
         self,

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 # (heads, width) of each cache tensor of a layer.
 CacheShape = tuple[tuple[int, int], ...]
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -157,8 +158,14 @@ class Ops(Protocol):
     def swiglu(self, x: Tensor) -> Tensor:
         """silu(gate) · up for x [..., 2I] with the gate half first → [..., I]."""
 
+    def most_likely(self, logits: Tensor) -> Tensor:
+        """Place of the greatest of each row of logits [N, vocab], of equal ones the first → int64 [N]."""
+
     def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """first(x) and second(x), which do not depend on each other; a device may compute them side by side."""
+
+    def while_loading(self, weight: Tensor, after: Tensor, compute: Callable[[], Result]) -> Result:
+        """compute(); meanwhile a device may load a weight that is needed next into its cache, once `after` is there."""
 
 
 class Int8Ops(Protocol):

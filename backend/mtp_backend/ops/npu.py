@@ -1,41 +1,38 @@
-"""Operations of Ascend NPUs (Atlas A2 and A3) through torch_npu; the one module of `ops` that imports it."""
+"""Operations of Ascend NPUs (Atlas A2 and A3) through torch_npu, which the other npu_ modules of `ops` import too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
 from mtp_backend.ops import npu_cache_rules as cache_rules
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops.composed import ComposedOps
-from mtp_backend.ops.interface import BatchLayout
-from mtp_backend.ops.npu_batch import AttentionBatch, attention_batch
+from mtp_backend.ops.interface import BatchLayout, Result
+from mtp_backend.ops.npu_attention import NpuAttention, pairs_apart
 from mtp_backend.ops.npu_int8 import NpuInt8
 from mtp_backend.ops.npu_routing import route_rows
+from mtp_backend.ops.npu_streams import Prefetch, SideStream
 
 
 class NpuOps(ComposedOps):
     """Implements `Ops` with fused operations; their documented rules are checked before each call.
 
     Args:
-        attention_strategy: "tnd": the rows of a verify step are rows of one sequence, under a causal mask.
-            "batch_expansion": each row is a sequence with a length of its own in the same blocks, and has no mask.
+        attention_strategy: of `NpuAttention`.
         multistream: `beside` computes the second function on a stream of its own.
+        prefetch_bytes: of a weight, at most, that `while_loading` loads.
     """
 
     int8 = NpuInt8()
 
-    def __init__(self, attention_strategy: str = "tnd", multistream: bool = False) -> None:
-        self._side = torch.npu.Stream() if multistream else None
-        # Sequences of more rows are pieces of prompts.
-        self._most_expanded = rules.MOST_LATENT_ROWS if attention_strategy == "batch_expansion" else 0
-        # The attention takes the upper triangle of a fixed size for every causal batch.
-        self._mask = torch.ones(rules.MASK_SHAPE, dtype=torch.bool).triu(1).to("npu")
-        self._batch: tuple[BatchLayout | None, AttentionBatch | None] = None, None
+    def __init__(self, attention_strategy: str = "tnd", multistream: bool = False, prefetch_bytes: int = 0) -> None:
+        self._side = SideStream() if multistream else None
+        self._prefetch = Prefetch(prefetch_bytes) if prefetch_bytes else None
+        self.attention = NpuAttention(attention_strategy)
         self._angles: tuple[Tensor | None, dict[tuple[bool, torch.dtype], list[Tensor]]] = None, {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,33 +86,15 @@ class NpuOps(ComposedOps):
             return
         latents, keys = x[:, None].split(sizes, dim=-1)
         self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
-        self.write_cache(rope, slots, _pairs_apart(self.rotary(keys, cos, sin, interleaved)))
+        self.write_cache(rope, slots, pairs_apart(self.rotary(keys, cos, sin, interleaved)))
 
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
     ) -> Tensor:
-        q_rope = _pairs_apart(q_rope)
-        batch = self._attention_batch(layout, rules.MOST_LATENT_ROWS)
-        heads = q_latent.shape[1]
-        extra = rules.padded_heads(heads) - heads
-        query, query_rope = (F.pad(part, (0, 0, 0, extra)) if extra else part for part in (q_latent, q_rope))
-        query, query_rope = query.contiguous(), query_rope.contiguous()
-        key, key_rope = latent.flatten(2), rope.flatten(2)
-        block_size = latent.shape[1]
-        rules.check_latent_sizes(query.dtype, query.shape[1], query.shape[2], query_rope.shape[2], block_size)
-        rules.check_same_type(rules.ATTENTION, query=query, query_rope=query_rope, key=key, key_rope=key_rope)
-        rope_caches, rope_width = {"key_rope": key_rope}, query_rope.shape[2]
-        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, rope_caches, rope_width)
-        rules.check_contiguous(query_rope=query_rope, key_rope=key_rope)
-        ropes = {"query_rope": query_rope, "key_rope": key_rope}
-        return self._attention(query, key, key, batch, scale, 1, **ropes)[:, :heads]
+        return self.attention.latent(q_latent, pairs_apart(q_rope), latent, rope, layout, scale)
 
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
-        batch = self._attention_batch(layout, None)
-        kv_heads, size = key.shape[2:]
-        rules.check_grouped_sizes(query.dtype, query.shape[1], kv_heads, size, key.shape[1])
-        rules.check_same_type(rules.ATTENTION, query=query, key=key, value=value)
-        return self._attention(query.contiguous(), key.flatten(2), value.flatten(2), batch, scale, kv_heads)
+        return self.attention.grouped(query, key, value, layout, scale)
 
     def select_experts(
         self,
@@ -154,6 +133,9 @@ class NpuOps(ComposedOps):
         rules.check_same_type("npu_swiglu", input=x)
         return torch_npu.npu_swiglu(x)
 
+    def most_likely(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
     def _wide_angles(self, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
         """cos and sin of each element, [T, 2A]. All layers of a pass share one pair of tensors [T, A]."""
         if torch.compiler.is_compiling():
@@ -166,67 +148,10 @@ class NpuOps(ComposedOps):
         return known[interleaved, dtype]
 
     def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        if self._side is None:
-            return super().beside(x, first, second)
-        main = torch.npu.current_stream()
-        self._side.wait_stream(main)
-        with torch.npu.stream(self._side):
-            other = second(x)
-        # Memory is handed out again in the order of the stream that it was taken on: the other stream must be known.
-        x.record_stream(self._side)
-        result = first(x)
-        main.wait_stream(self._side)
-        other.record_stream(main)
-        return [result, other]
+        return self._side.beside(x, first, second) if self._side else super().beside(x, first, second)
 
-    def _attention_batch(self, layout: BatchLayout, most_rows: int | None) -> AttentionBatch:
-        """All layers of a pass share one layout, and one copy of it on the device."""
-        if isinstance(layout.query_ends, Tensor):
-            return attention_batch(layout, most_rows)  # a compiled pass keeps nothing outside itself
-        if self._batch[0] is not layout:
-            batch = attention_batch(layout, most_rows, self._most_expanded)
-            rules.check_batch(batch.query_ends, batch.kv_lens, len(layout.positions))
-            if most_rows:
-                rules.check_latent_rows(batch.query_ends)
-            self._batch = layout, batch
-        return self._batch[1]
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        kv_heads: int,
-        **ropes: Tensor,
-    ) -> Tensor:
-        block_size = key.shape[1]
-        sparse_mode, mask = (3, self._mask) if batch.causal else (0, None)
-        attention = torch_npu.npu_fused_infer_attention_score_v2
-        if isinstance(batch.query_ends, Tensor):
-            attention = torch.ops.air.npu_fused_infer_attention_score_v2  # torchair's: the same with tensors for lists
-        else:
-            rules.check_mask(batch.query_ends, sparse_mode, mask)
-        caches, width = {"key": key, "value": value}, kv_heads * query.shape[2]
-        rules.check_paging(batch.block_tables, batch.kv_lens, block_size, caches, width)
-        rules.check_contiguous(query=query, key=key, value=value)
-        return attention(
-            query,
-            key,
-            value,
-            **ropes,
-            atten_mask=mask,
-            actual_seq_qlen=batch.query_ends,
-            actual_seq_kvlen=batch.kv_lens,
-            block_table=batch.block_tables,
-            num_query_heads=query.shape[1],
-            num_key_value_heads=kv_heads,
-            softmax_scale=scale,
-            input_layout="TND",
-            sparse_mode=sparse_mode,
-            block_size=block_size,
-        )[0]
+    def while_loading(self, weight: Tensor, after: Tensor, compute: Callable[[], Result]) -> Result:
+        return self._prefetch.while_loading(weight, after, compute) if self._prefetch else compute()
 
 
 def _wide(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -235,11 +160,6 @@ def _wide(cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> li
     else:
         wide = [torch.cat([part, part], dim=-1) for part in (cos, sin)]
     return [part.to(dtype) for part in wide]
-
-
-def _pairs_apart(x: Tensor) -> Tensor:
-    """x0, x1, x2, x3, … → x0, x2, …, x1, x3, …: done to queries and keys alike it changes no product of the two."""
-    return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
 def _grouped_matmul(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

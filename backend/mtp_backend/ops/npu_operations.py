@@ -11,6 +11,7 @@ OPERATIONS = (
     "npu_moe_gating_top_k",
     "npu_moe_init_routing_v2",
     "npu_moe_token_unpermute",
+    "npu_prefetch",
     "npu_quant_matmul",
     "npu_rms_norm",
     "npu_rotary_mul",

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from mtp_backend.errors import InvalidArgument
-from mtp_backend.sampling import tool_calls
 from mtp_backend.sampling.processors import NEVER
 from mtp_backend.sampling.structured import FIELD, StructuredOutput
+from mtp_backend.sampling.tool_calls import TEXT_ARGUMENTS
+from mtp_backend.sampling.tool_grammar import structural_tag
 
 CONTROLS = set(map(chr, range(0x100, 0x120)))  # how byte-level tokens write the bytes 0 … 31
 NEWLINE = "\u010a"
@@ -88,8 +89,8 @@ class GrammarCompiler:
                 return self._compiler.compile_grammar(wanted.text)
             case "tool_calls":
                 calls = json.loads(wanted.text)
-                compiler = self._text_calls if calls["template"] in tool_calls.TEXT_ARGUMENTS else self._json_calls
-                return compiler.compile_structural_tag(tool_calls.structural_tag(calls, self._markers))
+                compiler = self._text_calls if calls["template"] in TEXT_ARGUMENTS else self._json_calls
+                return compiler.compile_structural_tag(structural_tag(calls, self._markers))
 
     @cached_property
     def _text_calls(self) -> xgrammar.GrammarCompiler:

@@ -103,7 +103,11 @@ class MLAttention(nn.Module):
         up = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         key_up, value_up = up.split([self.nope, self.value], dim=1)
         q_latent = self.ops.head_linear(q_nope, key_up.mT)
-        attended = self.ops.mla_attention(q_latent, q_rope, latent, rope, layout, self.scale)
+        attended = self.ops.while_loading(
+            self.o_proj.weight,
+            q_latent,
+            lambda: self.ops.mla_attention(q_latent, q_rope, latent, rope, layout, self.scale),
+        )
         return self.o_proj(self.ops.head_linear(attended, value_up).flatten(1))
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:

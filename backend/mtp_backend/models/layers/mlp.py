@@ -28,7 +28,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = product(self.ops, x, self.gate_up, self.gate_up_scale)
-        return product(self.ops, self.ops.swiglu(gate_up), self.down, self.down_scale)
+        inner = self.ops.while_loading(self.down, gate_up, lambda: self.ops.swiglu(gate_up))
+        return product(self.ops, inner, self.down, self.down_scale)
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's three matrices in the two that are kept."""
@@ -110,8 +111,12 @@ class MoE(nn.Module):
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        routed, shared = self.ops.beside(x, lambda rows: self.experts(rows, *self.gate(rows)), self.shared_experts)
+        routed, shared = self.ops.beside(x, self._route, self.shared_experts)
         return self.ops.add(routed, shared)
+
+    def _route(self, x: Tensor) -> Tensor:
+        ids, weights = self.ops.while_loading(self.experts.gate_up, x, lambda: self.gate(x))
+        return self.experts(x, ids, weights)
 
 
 def feed_forward(config: ModelConfig, layer: int, ops: Ops) -> nn.Module:

@@ -18,14 +18,14 @@ PLAIN = {"max_tokens": 4}
 class Role:
     """A role's end of the socket."""
 
-    def __init__(self, context):
+    def __init__(self, context, name=b"role", pid=None):
         self.commands, self.answers = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         for socket, suffix in ((self.commands, b"c"), (self.answers, b"r")):
-            socket.setsockopt(zmq.IDENTITY, b"role" + suffix)
+            socket.setsockopt(zmq.IDENTITY, name + suffix)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, 30_000)
             socket.connect("inproc://engine")
-        self.answers.send(messages.encode([Hello(os.getpid(), False)]))
+        self.answers.send(messages.encode([Hello(pid or os.getpid(), False)]))
         self.unread = []
         self.take()  # Welcome
 

@@ -179,4 +179,6 @@ def test_text_that_was_held_back_comes_before_that_of_the_next_turn(make_llm, de
     assert answer.text.startswith(first[-1]) and len(answer.token_ids) == 1
     shown = engine.tokenizer.decode(answer.token_ids)
     assert answer.text in (first[-1] + shown, first[-1] + shown.removesuffix(first[-1]))
-    step(2, end=True)
+    later = step(2, end=True)
+    shown = engine.tokenizer.decode(answer.token_ids + later.token_ids)
+    assert answer.text + later.text in (first[-1] + shown, first[-1] + shown.removesuffix(first[-1]))  # once

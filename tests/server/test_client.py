@@ -308,3 +308,12 @@ def test_command_errors(triton_server, arguments, code, message):
     done = command(triton_server, "grpc", *arguments)
     assert done.returncode == code and message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_reader_that_leaves(triton_server):
+    """`mtp-client … | head` ends without a traceback."""
+    command = [COMMANDS / "mtp-client", "generate", PROMPTS[0], "--stream", "--json", "--url", triton_server.grpc_url]
+    with subprocess.Popen([*command, "--max-tokens", "64"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 1

@@ -116,6 +116,13 @@ def test_metrics(own_server, alone):
     refused = ("mtp_requests_total", "error")
     wait_for(lambda: scrape(own_server)[refused] == held[refused] + 1, 10, "the refused request")
 
+    # What prompts found in the cache, as their answers say.
+    before, prompt = scrape(own_server), " ".join(PROMPTS * 2)
+    cached = [generate(own_server, text_input=prompt, **GREEDY).json()["cached_tokens"] for _ in range(2)]
+    assert cached[1] >= 32 > cached[0]
+    told = "mtp_prefix_cached_tokens_total"
+    wait_for(lambda: scrape(own_server)[told] == before[told] + sum(cached), 10, lambda: scrape(own_server)[told])
+
     # The dashboard asks for what there is, and leaves nothing out.
     asked = set(re.findall(r"\bmtp_\w+", DASHBOARD.read_text()))
     assert asked <= names(last)

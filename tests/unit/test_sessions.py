@@ -21,6 +21,11 @@ def test_steps(table):
     assert table.step() == Stepped(4, [7, 8, 102], "", 2, 10, "", 2, 1, [7, 8])  # without a number: the next
 
 
+def test_start_behind_tokens_that_were_generated(table):
+    """As a client starts a sequence that was lost: its prompt, and its tokens so far."""
+    assert table.step(start=True, generated_ids=[50, 51]) == Stepped(1, [100], "", 0, 6, "", 0, 1)
+
+
 def test_end(table):
     table.step(start=True)
     last = table.step(step=-1, end=True)
@@ -218,8 +223,12 @@ def test_expiry(table):
     table.sessions.expire()
     table.refused(table.ask("silent", 1), "NOT_FOUND", "sequence lost")
     assert table.step("active", 1).step == 1
-    table.now = 3 * TTL
+    table.now = 2 * TTL
+    assert table.step("active", 1).step == 1  # the same answer again is a use too
+    table.now = 3 * TTL - 1
+    table.sessions.expire()
     running = table.ask("active", 2)
+    table.now = 5 * TTL  # its step takes longer than the limit
     table.sessions.expire()
     table.run()
     assert table.answer(running).step == 2

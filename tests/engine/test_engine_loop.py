@@ -1,0 +1,181 @@
+"""What the engine process's loop does by itself: deadlines, failures, roles and servers that end."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from mtp_backend.engine.tokenizer import encode
+from mtp_backend.serving import engine_process
+from mtp_backend.serving.engine_process import EngineProcess
+from mtp_backend.serving.messages import Bye, Failed, Generate, Generated, Step, Stepped
+from test_engine_process import Role
+
+TTL = 0.3
+PLAIN = {"max_tokens": 4}
+
+
+@pytest.fixture
+def engine(make_llm, deepseek):
+    return make_llm(deepseek, 0, sequence_ttl_seconds=TTL).engine
+
+
+@pytest.fixture
+def ids(engine):
+    return encode(engine.tokenizer, "prompt", "Let there be")
+
+
+@contextmanager
+def child():
+    """Another process."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+class Loop:
+    """A process's loop in a thread; `lives` is how often it has shown life."""
+
+    def __init__(self, engine, server_pid):
+        self.context, self.roles, self.lives = zmq.Context(), [], 0
+        self.socket, self.server = self.context.socket(zmq.ROUTER), os.pidfd_open(server_pid)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://engine")
+        self.process = EngineProcess(engine, self.socket, self.server, self.show_life)
+        self.thread = threading.Thread(target=self.process.run)
+        self.thread.start()
+
+    def show_life(self):
+        self.lives += 1
+
+    def role(self, name=b"role", pid=None):
+        self.roles.append(Role(self.context, name, pid))
+        return self.roles[-1]
+
+    def ended(self):
+        self.thread.join(20)
+        return not self.thread.is_alive()
+
+    def close(self):
+        self.process.stop()  # it looks once a second
+        assert self.ended()
+        os.close(self.server)
+        for socket in (self.socket, *(end for role in self.roles for end in (role.commands, role.answers))):
+            socket.close()
+        self.context.term()
+
+
+@contextmanager
+def running(engine, server_pid=None):
+    loop = Loop(engine, server_pid or os.getpid())
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+@pytest.fixture
+def loop(engine):
+    with running(engine) as loop:
+        yield loop
+
+
+@pytest.fixture
+def stuck(engine, monkeypatch):
+    """The engine's steps compute nothing until this event is set."""
+    event, step = threading.Event(), engine.step
+    monkeypatch.setattr(engine, "step", lambda: step() if event.wait(0.02) else [])
+    yield event
+    event.set()
+
+
+def becomes(condition):
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_empty(engine):
+    return not engine.has_work and engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_deadlines(loop, stuck, ids):
+    role = loop.role()
+    role.send(
+        Generate(1, ids, PLAIN, True, timeout=0.1), Step(2, "a", True, False, ids, None, None, PLAIN, timeout=0.2)
+    )
+    for request in (1, 2):
+        answer = role.take()
+        assert isinstance(answer, Failed) and (answer.request, answer.code) == (request, "DEADLINE_EXCEEDED")
+
+
+def test_a_step_that_fails(loop, engine, ids, monkeypatch):
+    """Ends what was running; the next request is answered."""
+    step, failed = engine.step, []
+
+    def fail_once():
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("broken")
+        return step()
+
+    monkeypatch.setattr(engine, "step", fail_once)
+    role = loop.role()
+    role.send(Generate(1, ids, PLAIN, False), Step(2, "a", True, False, ids, None, None, PLAIN))
+    answers = [role.take(), role.take()]
+    assert {answer.request for answer in answers} == {1, 2}
+    assert all(isinstance(answer, Failed) and "a step of the engine failed" in answer.message for answer in answers)
+    role.send(Generate(3, ids, PLAIN, False), Step(4, "a", False, False, None, None, None, None))
+    answers = {answer.request: answer for answer in (role.take(), role.take())}
+    assert isinstance(answers[3], Generated) and "sequence lost" in answers[4].message
+
+
+def test_a_role_that_ends(loop, engine, stuck, ids):
+    """What it waited for is given up; the others' requests go on."""
+    role = loop.role()
+    with child() as process:
+        guest = loop.role(b"guest", process.pid)
+        guest.send(Generate(1, ids, PLAIN, False), Step(1, "a", True, False, ids, None, None, PLAIN))
+        assert becomes(lambda: engine.has_work)
+        process.kill()
+        assert becomes(lambda: is_empty(engine))
+    role.send(Generate(1, ids, PLAIN, False))
+    assert becomes(lambda: engine.has_work)
+    stuck.set()
+    assert isinstance(role.take(), Generated)
+
+
+def test_a_silent_sequence_is_forgotten(loop, engine, ids):
+    role = loop.role()
+    role.send(Step(1, "a", True, False, ids, None, None, PLAIN))
+    assert isinstance(role.take(), Stepped) and not is_empty(engine)
+    assert becomes(lambda: is_empty(engine))
+    role.send(Step(2, "a", False, False, None, None, None, None))
+    assert "sequence lost" in role.take().message
+
+
+def test_the_server_ends(engine, ids):
+    """So do its roles, which may hang, and the loop."""
+    with child() as server, child() as stub, running(engine, server.pid) as loop:
+        loop.role(b"stub", stub.pid)
+        server.kill()
+        assert loop.ended() and stub.wait(20) == -9
+
+
+def test_the_last_role_says_goodbye(loop):
+    first, second = loop.role(b"first"), loop.role(b"second")
+    first.send(Bye())
+    assert becomes(lambda: loop.lives > 1) and loop.thread.is_alive()
+    second.send(Bye())
+    assert loop.ended()
+
+
+def test_nobody_comes(engine, monkeypatch):
+    monkeypatch.setattr(engine_process, "ORPHAN_SECONDS", 0.1)
+    with running(engine) as loop:
+        assert loop.ended() and loop.lives > 1

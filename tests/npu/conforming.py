@@ -48,6 +48,34 @@ def without_upper_layers(source: Path, directory: Path) -> Path:
     return directory
 
 
+def sparse(source: Path, directory: Path, family: str, top_k: int) -> Path:
+    """Writes a checkpoint with the latent attention of another and an indexer of random weights in every layer.
+
+    Args:
+        family: "deepseek_v32" or "glm_moe_dsa".
+        top_k: positions that a row attends.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": family, "index_topk": top_k, "index_n_heads": 4, "index_head_dim": 128}
+    tensors, heads, size = load_file(source / "model.safetensors"), 4, 128
+    random = torch.Generator().manual_seed(0)
+    for layer in range(config["num_hidden_layers"] + 1):
+        prefix = f"model.layers.{layer}.self_attn.indexer."
+        shapes = {
+            "wq_b.weight": (heads * size, config["q_lora_rank"]),
+            "wk.weight": (size, config["hidden_size"]),
+            "weights_proj.weight": (heads, config["hidden_size"]),
+        }
+        for name, shape in shapes.items():
+            tensors[prefix + name] = (torch.randn(shape, generator=random) / shape[1] ** 0.5).bfloat16()
+        tensors[prefix + "k_norm.weight"] = torch.ones(size).bfloat16()
+        tensors[prefix + "k_norm.bias"] = torch.zeros(size).bfloat16()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
 def quantized(
     source: Path, directory: Path, left: Callable[[str], bool] = lambda name: False, offset: float = 0.0
 ) -> Path:

@@ -10,6 +10,7 @@ from mtp_backend.cache import Span, build_layout
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models.config import YarnConfig
 from mtp_backend.ops import npu_cache_rules as cache_rules
+from mtp_backend.ops import npu_model_rules as model_rules
 from mtp_backend.ops import npu_prefetch as prefetch
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops import ops_for
@@ -265,6 +266,11 @@ def network(**changes):
     return SimpleNamespace(**sizes | changes)
 
 
+def sparse_network(**changes):
+    """Sizes of DeepSeek-V3.2 unless changed."""
+    return network(**{"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128} | changes)
+
+
 def grouped_network(**changes):
     """Sizes of GLM-4.5 unless changed."""
     sizes = vars(network(num_attention_heads=96, n_routed_experts=160, n_group=1, topk_group=1))
@@ -274,12 +280,24 @@ def grouped_network(**changes):
 
 
 def test_official_models_are_allowed():
-    rules.check_model(network(), BF16, 128)
-    rules.check_model(network(), BF16, 16)
-    rules.check_model(
+    model_rules.check_model(network(), BF16, 128)
+    model_rules.check_model(network(), BF16, 16)
+    model_rules.check_model(
         network(num_attention_heads=20, n_group=1, topk_group=1), BF16, 128
     )  # GLM-4.7-Flash: padded to 32
-    rules.check_model(grouped_network(), BF16, 128)
+    model_rules.check_model(grouped_network(), BF16, 128)
+    model_rules.check_model(sparse_network(), BF16, 128)
+    model_rules.check_model(sparse_network(num_attention_heads=64, index_n_heads=32), BF16, 16)  # GLM-5
+
+
+def test_ways_of_sparse_attention():
+    for graph_mode in (None, "eager"):
+        model_rules.check_ways(sparse_network(), graph_mode, "tnd")
+    model_rules.check_ways(network(), "npugraph", "batch_expansion")
+    with pytest.raises(InvalidArgument, match="graph_mode: got 'npugraph'; allowed: eager: sparse attention"):
+        model_rules.check_ways(sparse_network(), "npugraph", "tnd")
+    with pytest.raises(InvalidArgument, match="attention_strategy: got 'batch_expansion'; allowed: tnd: with sparse"):
+        model_rules.check_ways(sparse_network(), "eager", "batch_expansion")
 
 
 @pytest.mark.parametrize(
@@ -294,13 +312,15 @@ def test_official_models_are_allowed():
         (grouped_network(), FP32, 128, "query"),
         (grouped_network(), BF16, 16, "block_size"),
         (grouped_network(head_dim=64), BF16, 128, "head_dim"),
-        (network(index_topk=2048), BF16, 128, "device: got 'npu'; allowed: cpu: sparse attention"),
+        (sparse_network(index_head_dim=64), BF16, 128, "index_head_dim"),
+        (sparse_network(index_n_heads=65), BF16, 128, "index_n_heads"),
+        (sparse_network(index_topk=2049), BF16, 128, "index_topk"),
         (grouped_network(norm_topk_prob=False), BF16, 128, "norm_topk_prob"),
     ],
 )
 def test_other_models_are_refused_at_start(model, dtype, block_size, named):
     with pytest.raises(InvalidArgument, match=named):
-        rules.check_model(model, dtype, block_size)
+        model_rules.check_model(model, dtype, block_size)
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed")

@@ -15,6 +15,7 @@ from mtp_backend.ops.interface import BatchLayout, Result
 from mtp_backend.ops.npu_attention import NpuAttention, pairs_apart
 from mtp_backend.ops.npu_int8 import NpuInt8
 from mtp_backend.ops.npu_routing import route_rows
+from mtp_backend.ops.npu_sparse import NpuSparse
 from mtp_backend.ops.npu_streams import Prefetch, SideStream
 
 
@@ -33,6 +34,7 @@ class NpuOps(ComposedOps):
         self._side = SideStream() if multistream else None
         self._prefetch = Prefetch(prefetch_bytes) if prefetch_bytes else None
         self.attention = NpuAttention(attention_strategy)
+        self._sparse = NpuSparse()
         self._angles: tuple[Tensor | None, dict[tuple[bool, torch.dtype], list[Tensor]]] = None, {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,7 +93,11 @@ class NpuOps(ComposedOps):
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
     ) -> Tensor:
-        return self.attention.latent(q_latent, pairs_apart(q_rope), latent, rope, layout, scale)
+        attention = self.attention if layout.selection is None else self._sparse
+        return attention.latent(q_latent, pairs_apart(q_rope), latent, rope, layout, scale)
+
+    def index_topk(self, query: Tensor, weights: Tensor, keys: Tensor, layout: BatchLayout, top_k: int) -> Tensor:
+        return self._sparse.index_topk(query, weights, keys, layout, top_k)
 
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
         return self.attention.grouped(query, key, value, layout, scale)

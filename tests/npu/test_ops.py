@@ -157,6 +157,25 @@ def test_batch_expansion_gives_the_same(ops, batch):
         assert_close(alone.cpu(), together.cpu())
 
 
+@pytest.mark.parametrize("heads", [8, 20])
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_gathered_keys_give_the_same(ops, batch, heads):
+    """Keys and values that are expanded, or copied, against the paged and absorbed attention."""
+    gathering = ops_for("npu", attention_strategy="chunked_prefill")
+    (_, layout), caches = attention_inputs(batch, 16, [(1, 512), (1, 64)], torch.bfloat16)
+    tokens = len(layout.positions)
+    up = torch.randn(heads, 256, 512).bfloat16() / 512**0.5
+    queries = [torch.randn(tokens, heads, width).bfloat16() for width in (128, 64)]
+    inputs = [part.to(NPU) for part in (*queries, up, *caches)]
+    paged, gathered = (own.latent_attention(*inputs, layout, 0.05).cpu() for own in (ops, gathering))
+    assert gathered.shape == (tokens, heads, 128)
+    assert_close(gathered, paged, rtol=0.03, atol=0.02)
+    (_, layout), caches = attention_inputs(batch, 128, [(4, 128)] * 2, torch.bfloat16)
+    inputs = [part.to(NPU) for part in (torch.randn(tokens, heads, 128).bfloat16(), *caches)]
+    paged, gathered = (own.gqa_attention(*inputs, layout, 0.05).cpu() for own in (ops, gathering))
+    assert_close(gathered, paged)
+
+
 def test_attention_in_float32_is_refused(ops):
     (_, layout), caches = attention_inputs([(1, 3)], 128, [(1, 128)] * 2, torch.float32)
     query = torch.randn(1, 2, 128)

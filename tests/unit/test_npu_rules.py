@@ -266,6 +266,18 @@ def network(**changes):
     return SimpleNamespace(**sizes | changes)
 
 
+def test_networks_whose_keys_and_values_can_be_expanded():
+    sizes = {"qk_nope_head_dim": 128, "v_head_dim": 128}
+    model_rules.check_ways(network(**sizes), BF16, None, "chunked_prefill")
+    model_rules.check_ways(grouped_network(), BF16, None, "chunked_prefill")
+    for wrong, named in [
+        ({"qk_nope_head_dim": 192}, "query: got 'D 192'"),
+        ({"v_head_dim": 256}, "value: got 'D 256'"),
+    ]:
+        with pytest.raises(InvalidArgument, match=named):
+            model_rules.check_ways(network(**sizes | wrong), BF16, None, "chunked_prefill")
+
+
 def sparse_network(**changes):
     """Sizes of DeepSeek-V3.2 unless changed."""
     return network(**{"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128} | changes)
@@ -292,12 +304,12 @@ def test_official_models_are_allowed():
 
 def test_ways_of_sparse_attention():
     for graph_mode in (None, "eager"):
-        model_rules.check_ways(sparse_network(), graph_mode, "tnd")
-    model_rules.check_ways(network(), "npugraph", "batch_expansion")
+        model_rules.check_ways(sparse_network(), BF16, graph_mode, "tnd")
+    model_rules.check_ways(network(), BF16, "npugraph", "batch_expansion")
     with pytest.raises(InvalidArgument, match="graph_mode: got 'npugraph'; allowed: eager: sparse attention"):
-        model_rules.check_ways(sparse_network(), "npugraph", "tnd")
+        model_rules.check_ways(sparse_network(), BF16, "npugraph", "tnd")
     with pytest.raises(InvalidArgument, match="attention_strategy: got 'batch_expansion'; allowed: tnd: with sparse"):
-        model_rules.check_ways(sparse_network(), "eager", "batch_expansion")
+        model_rules.check_ways(sparse_network(), BF16, "eager", "batch_expansion")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Engine:
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "npu":
             check_model(model, dtype, config.block_size)
-            check_ways(model, config.graph_mode, config.attention_strategy)
+            check_ways(model, dtype, config.graph_mode, config.attention_strategy)
         if config.graph_mode == "inductor":
             check_inductor(model, dtype)
         num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0

@@ -13,6 +13,7 @@ from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops.composed import ComposedOps
 from mtp_backend.ops.interface import BatchLayout, Result
 from mtp_backend.ops.npu_attention import NpuAttention, pairs_apart
+from mtp_backend.ops.npu_gathered import NpuGathered
 from mtp_backend.ops.npu_int8 import NpuInt8
 from mtp_backend.ops.npu_routing import route_rows
 from mtp_backend.ops.npu_sparse import NpuSparse
@@ -23,7 +24,7 @@ class NpuOps(ComposedOps):
     """Implements `Ops` with fused operations; their documented rules are checked before each call.
 
     Args:
-        attention_strategy: of `NpuAttention`.
+        attention_strategy: of `NpuAttention`, or "chunked_prefill": `NpuGathered`.
         multistream: `beside` computes the second function on a stream of its own.
         prefetch_bytes: of a weight, at most, that `while_loading` loads.
     """
@@ -34,6 +35,7 @@ class NpuOps(ComposedOps):
         self._side = SideStream() if multistream else None
         self._prefetch = Prefetch(prefetch_bytes) if prefetch_bytes else None
         self.attention = NpuAttention(attention_strategy)
+        self._gathered = NpuGathered() if attention_strategy == "chunked_prefill" else None
         self._sparse = NpuSparse()
         self._angles: tuple[Tensor | None, dict[tuple[bool, torch.dtype], list[Tensor]]] = None, {}
 
@@ -99,8 +101,22 @@ class NpuOps(ComposedOps):
     def index_topk(self, query: Tensor, weights: Tensor, keys: Tensor, layout: BatchLayout, top_k: int) -> Tensor:
         return self._sparse.index_topk(query, weights, keys, layout, top_k)
 
+    def latent_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        up: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        layout: BatchLayout,
+        scale: float,
+    ) -> Tensor:
+        if self._gathered is None:
+            return super().latent_attention(q_nope, q_rope, up, latent, rope, layout, scale)
+        return self._gathered.latent(q_nope, pairs_apart(q_rope), up, latent, rope, layout, scale)
+
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
-        return self.attention.grouped(query, key, value, layout, scale)
+        return (self._gathered or self.attention).grouped(query, key, value, layout, scale)
 
     def select_experts(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.ops import npu_gathered_rules as gathered_rules
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops import npu_sparse_rules as sparse_rules
 
@@ -30,8 +31,11 @@ def check_model(model: Any, dtype: torch.dtype, block_size: int) -> None:
         rules.check_angles(model.yarn.mscale, model.yarn.mscale_all_dim)
 
 
-def check_ways(model: Any, graph_mode: str | None, attention_strategy: str) -> None:
+def check_ways(model: Any, dtype: torch.dtype, graph_mode: str | None, attention_strategy: str) -> None:
     """Refuses ways to run a network that its attention does not have."""
+    if attention_strategy == "chunked_prefill" and hasattr(model, "kv_lora_rank"):
+        sizes = model.num_attention_heads, model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+        gathered_rules.check_expanded_sizes(dtype, *sizes)
     if is_sparse(model):
         if graph_mode not in (None, "eager"):
             raise InvalidArgument("graph_mode", graph_mode, "eager: sparse attention (index_topk) is not in graphs yet")

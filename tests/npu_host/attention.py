@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npu_host.device import npu_op
-from npu_host.documented import CAUSAL, demand
+from npu_host.documented import demand, is_causal
 from npu_host.unpaged import attend_unpaged
 
 # Types that the attention takes. Tests may add float32 to compare a whole engine exactly; no device has such a kernel.
@@ -79,7 +79,7 @@ def fused_infer_attention_score(
     if sparse_mode == 3:
         demand(atten_mask is not None and atten_mask.shape == (2048, 2048), "sparse_mode 3 takes a mask [2048, 2048]")
         demand(atten_mask.dtype in {torch.bool, torch.int8, torch.uint8}, "the mask is bool or 8 bits")
-        demand(torch.equal(atten_mask.bool(), CAUSAL), "the mask hides what is right of the diagonal")
+        demand(is_causal(atten_mask), "the mask hides what is right of the diagonal")
         pairs = zip(lengths, actual_seq_kvlen, strict=True)
         demand(
             all(queries <= keys for queries, keys in pairs), "with sparse_mode 3 a sequence has a key for each query"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npu_host.documented import CAUSAL, demand
+from npu_host.documented import demand, is_causal
 
 # Tests may add float32, as for the attention (attention.py).
 TYPES = {torch.bfloat16}
@@ -41,7 +41,7 @@ def attend_unpaged(
     demand(1 <= len(query_ends) == len(key_ends) <= 4096, "lengths of at most 4096 sequences")
     demand(query_ends[-1] == len(query) and key_ends[-1] == len(key), "cumulative lengths end at T")
     if sparse_mode == 3:
-        demand(mask is not None and torch.equal(mask.bool(), CAUSAL), "sparse_mode 3 takes the mask of 2048 rows")
+        demand(mask is not None and is_causal(mask), "sparse_mode 3 takes the mask of 2048 rows")
     else:
         demand(sparse_mode == 0 and mask is None, "sparse_mode is 0 without a mask, or 3 with one")
     output = torch.empty(len(query), heads, 128, dtype=query.dtype)

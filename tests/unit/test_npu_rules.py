@@ -146,6 +146,22 @@ BROKEN += [
     (rules.check_norm, NORM, {"weight": torch.ones(8)}, "gamma: got torch.float32"),
     (rules.check_norm, NORM, {"x": torch.ones([1] * 9, dtype=BF16)}, "x1: got '9 dimensions'"),
 ]
+PRODUCTS = {"x": torch.ones(3, 8), "gate_up": torch.ones(4, 12, 8), "down": torch.ones(4, 8, 6)}
+BROKEN += [
+    (rules.check_expert_products, PRODUCTS, {"x": torch.ones(3, 6)}, "x: got (3, 6); allowed: [rows, 8]"),
+    (rules.check_expert_products, PRODUCTS, {"x": torch.ones(3, 1, 8)}, "x: got (3, 1, 8)"),
+    (
+        rules.check_expert_products,
+        PRODUCTS,
+        {"down": torch.ones(4, 8, 12)},
+        "weight: got (4, 8, 12); allowed: (4, 8, 6)",
+    ),
+    (rules.check_expert_products, PRODUCTS, {"down": torch.ones(3, 8, 6)}, "weight: got (3, 8, 6)"),
+    (rules.check_expert_products, PRODUCTS, {"down": torch.ones(4, 8, 6).half()}, "next_weight: got torch.float16"),
+    (rules.check_expert_products, PRODUCTS, {"gate_up": torch.ones(1, 12, 8)}, "group_list: got '1 experts'"),
+    (rules.check_swiglu, {"x": torch.ones(3, 8)}, {"x": torch.ones(3, 7)}, "npu_swiglu: input: got (3, 7)"),
+    (rules.check_swiglu, {"x": torch.ones(3, 8)}, {"x": torch.ones(3, 8).double()}, "input: got torch.float64"),
+]
 WRITE = {
     "kv": (1, 1, 3, 576),
     "weight": (512,),

@@ -144,15 +144,13 @@ class NpuOps(ComposedOps):
         return ids, weights
 
     def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        experts, double_width, hidden = gate_up.shape
-        rules.check_experts(experts, hidden, double_width // 2)
-        rules.check_same_type("npu_grouped_matmul", x=x, weight=gate_up, next_weight=down)
-        rows, places, counts, _ = route_rows(x, ids, experts, to_int8=False)
+        rules.check_expert_products(x, gate_up, down)
+        rows, places, counts, _ = route_rows(x, ids, len(gate_up), to_int8=False)
         rows = self.swiglu(_grouped_matmul(rows, gate_up, counts))
         return torch_npu.npu_moe_token_unpermute(_grouped_matmul(rows, down, counts), places, weights)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        rules.check_same_type("npu_swiglu", input=x)
+        rules.check_swiglu(x)
         return torch_npu.npu_swiglu(x)
 
     def _wide_angles(self, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:

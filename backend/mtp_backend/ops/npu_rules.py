@@ -205,6 +205,25 @@ def check_experts(experts: int, hidden: int, width: int) -> None:
         demand(size <= MOST_INNER, operation, "weight", f"{name} {size}", f"at most {MOST_INNER}")
 
 
+def check_expert_products(x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    """Rows x [T, hidden] times matrices [experts, 2 · width, hidden] and [experts, hidden, width], of one type."""
+    operation = "npu_grouped_matmul"
+    experts, double_width, hidden = gate_up.shape
+    check_experts(experts, hidden, double_width // 2)
+    check_same_type(operation, x=x, weight=gate_up, next_weight=down)
+    demand(x.shape[1:] == (hidden,), operation, "x", tuple(x.shape), f"[rows, {hidden}], as the weight has inputs")
+    shape = (experts, hidden, double_width // 2)
+    demand(
+        down.shape == shape, operation, "weight", tuple(down.shape), f"{shape}, for halves of {double_width} outputs"
+    )
+
+
+def check_swiglu(x: Tensor) -> None:
+    """Gates and values, half of the last dimension each."""
+    check_same_type("npu_swiglu", input=x)
+    demand(x.shape[-1] % 2 == 0, "npu_swiglu", "input", tuple(x.shape), "an even last dimension")
+
+
 def check_unpermute(top_k: int) -> None:
     """Rows of a token's experts are summed."""
     demand(1 <= top_k <= 512, "npu_moe_token_unpermute", "probs", f"{top_k} experts a token", "1 … 512")

@@ -121,7 +121,8 @@ def test_prefetched_weights(checkpoint, make_llm, tmp_path, prefetches, name, mo
     path, texts = str(quantized(Path(checkpoint(name)), tmp_path)) if int8 else None, []
     for limit in (0, LIMIT):
         assert not prefetches
-        llm = make_llm(name, "npu", 2, "bfloat16", path, graph_mode=mode, weight_prefetch_bytes=limit)
+        options = {"graph_mode": mode, "weight_prefetch_bytes": limit, "multistream_shared_expert": int8}
+        llm = make_llm(name, "npu", 2, "bfloat16", path, **options)
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         texts.append([output.token_ids for output in llm.generate(requests(llm)[0][:3], params)])
     assert texts[0] == texts[1]

@@ -101,11 +101,15 @@ run_npu_tests() {
 # One process for each core, four at most; a file's tests stay together, for they share engines.
 run_side_by_side() { "$venv/bin/python" -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"; }
 
+# Tests compute in their own processes: the memory of an engine (backend/mtp_backend/environment.py).
+compute_in_large_pages() {
+  export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864 PYTHONMALLOC=malloc
+}
+
 run_tests() {
   local group=${1:-all}
   [ "$group" = npu ] || setup
-  # Tests compute in their own processes: the memory of an engine (backend/mtp_backend/environment.py).
-  export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864 PYTHONMALLOC=malloc
+  compute_in_large_pages
   say "tests: $group"
   case $group in
     all) run_side_by_side tests/unit tests/engine; "$venv/bin/python" -m pytest tests/server tests/load; run_npu_tests ;;
@@ -117,10 +121,11 @@ run_tests() {
   esac
 }
 
-# 100 times: 100,000 malformed requests and 20,000 sequences, five hours at most.
+# 100 times: 100,000 malformed requests and 20,000 sequences.
 soak() {
   export MTP_SOAK=${1:-100} MTP_SEED=${MTP_SEED:-$RANDOM}
   setup
+  compute_in_large_pages
   say "soak: $MTP_SOAK times, seed $MTP_SEED (MTP_SEED=$MTP_SEED repeats it)"
   "$venv/bin/python" -m pytest -s tests/server/test_fuzz.py
 }

@@ -2,11 +2,11 @@
 #pragma once
 
 #include "attention.h"
-#include "attention_rows.h"
+#include "pair_tiles.h"
 #if defined(MTP_AMX)
-#include "attention_product_amx.h"
+#include "pair_product_amx.h"
 #else
-#include "attention_product.h"
+#include "pair_product.h"
 #endif
 #include "attention_softmax.h"
 

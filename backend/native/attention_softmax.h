@@ -1,7 +1,7 @@
 // Softmax over one tile of positions, and how tiles are combined.
 #pragma once
 
-#include "attention_rows.h"
+#include "pair_tiles.h"
 
 namespace {
 

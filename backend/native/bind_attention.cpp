@@ -123,6 +123,7 @@ Tensor attention(Attention& job, const Tensor& query, const Tensor& values, cons
 Tensor mla_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& latent, const Tensor& rope,
                      const Tensor& lengths, const Tensor& block_tables,
                      const std::optional<Tensor>& selection, double scale) {
+  Operation operation("mtp::mla_attention");
   Attention job{};
   job.parts = 2;
   job.queries[0] = queries_of(q_latent, "q_latent"), job.queries[1] = queries_of(q_rope, "q_rope");
@@ -140,6 +141,7 @@ Tensor mla_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor&
 
 Tensor gqa_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
                      const Tensor& block_tables, double scale) {
+  Operation operation("mtp::gqa_attention");
   Attention job{};
   job.parts = 1;
   job.queries[0] = queries_of(query, "query");

@@ -1,4 +1,4 @@
-// Bindings of norms, rotation, SwiGLU and the cache.
+// Bindings of norms, rotation, SwiGLU, the cache, and the choice of a token.
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
@@ -34,6 +34,7 @@ Rows norm_rows(const Tensor& x, const Tensor& weight) {
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  Operation operation("mtp::rms_norm");
   RmsNorm job{};
   job.x = norm_rows(x, weight);
   Tensor y = new_tensor(x.sizes());
@@ -43,6 +44,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  Operation operation("mtp::add_rms_norm");
   RmsNorm job{};
   job.x = norm_rows(x, weight);
   check(residual, "residual", at::kBFloat16, x.sizes(), true);
@@ -54,6 +56,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 }
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  Operation operation("mtp::rotary");
   check(x, "x", at::kBFloat16, {-1, -1, -1});
   check_angles(cos, sin, x.size(0), x.size(2));
   Tensor y = new_tensor(x.sizes());
@@ -63,6 +66,7 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interl
 }
 
 void write_cache(const Tensor& cache, const Tensor& slots, const Tensor& values) {
+  Operation operation("mtp::write_cache");
   check(values, "values", at::kBFloat16, {-1, -1, -1});
   check(cache, "cache", at::kBFloat16, {-1, -1, values.size(1), values.size(2)}, true);
   check_slots(slots, values.size(0), cache.size(0) * cache.size(1));
@@ -72,6 +76,7 @@ void write_cache(const Tensor& cache, const Tensor& slots, const Tensor& values)
 
 void write_latent(const Tensor& x, const Tensor& weight, double eps, const Tensor& cos, const Tensor& sin,
                   bool interleaved, const Tensor& slots, const Tensor& latent, const Tensor& rope) {
+  Operation operation("mtp::write_latent");
   check(latent, "latent", at::kBFloat16, {-1, -1, 1, -1}, true);
   check(rope, "rope", at::kBFloat16, {latent.size(0), latent.size(1), 1, -1}, true);
   std::int64_t width = latent.size(3);
@@ -86,6 +91,7 @@ void write_latent(const Tensor& x, const Tensor& weight, double eps, const Tenso
 }
 
 Tensor swiglu(const Tensor& x) {
+  Operation operation("mtp::swiglu");
   check(x, "x", at::kBFloat16, {-1, -1});
   TORCH_CHECK(x.size(1) % 2 == 0, "x: rows of ", x.size(1), " elements; allowed: an even number");
   Tensor y = new_tensor({x.size(0), x.size(1) / 2});
@@ -96,6 +102,7 @@ Tensor swiglu(const Tensor& x) {
 
 // table[indices] for rows of any type.
 Tensor rows(const Tensor& table, const Tensor& indices) {
+  Operation operation("mtp::rows");
   check(table, "table", table.scalar_type(), {-1, -1}, true);
   check(indices, "indices", at::kLong, {-1}, true);
   Tensor y = new_tensor({indices.size(0), table.size(1)}, table.scalar_type());
@@ -116,6 +123,7 @@ Tensor rows(const Tensor& table, const Tensor& indices) {
 }
 
 Tensor add(const Tensor& x, const Tensor& other) {
+  Operation operation("mtp::add");
   check(x, "x", at::kBFloat16, {-1, -1}, true);
   check(other, "other", at::kBFloat16, x.sizes(), true);
   Tensor y = new_tensor(x.sizes());
@@ -126,6 +134,7 @@ Tensor add(const Tensor& x, const Tensor& other) {
 
 // Rows [T, A] and [T, B] side by side.
 Tensor join(const Tensor& first, const Tensor& second) {
+  Operation operation("mtp::join");
   check(first, "first", at::kBFloat16, {-1, -1}, true);
   check(second, "second", at::kBFloat16, {first.size(0), -1}, true);
   std::int64_t a = first.size(1), b = second.size(1), count = first.size(0);
@@ -141,6 +150,22 @@ Tensor join(const Tensor& first, const Tensor& second) {
   return y;
 }
 
+Tensor most_likely(const Tensor& logits) {
+  Operation operation("mtp::most_likely");
+  bool wide = logits.scalar_type() == at::kFloat;
+  check(logits, "logits", wide ? at::kFloat : at::kBFloat16, {-1, -1}, true);
+  TORCH_CHECK(logits.size(1), "logits: rows of 0 elements; allowed: 1 or more");
+  constexpr std::int64_t PARTS = 8;  // of a row, which may be the only one
+  std::int64_t rows = logits.size(0), parts = std::min(PARTS, logits.size(1));
+  Tensor values = new_tensor({rows, parts}, at::kFloat), tokens = new_tensor({rows, parts}, at::kLong);
+  Tensor result = new_tensor({rows}, at::kLong);
+  MostLikely job{logits.data_ptr(), wide, rows, logits.size(1), parts, data<float>(values),
+                 data<std::int64_t>(tokens), data<std::int64_t>(result)};
+  share_out(rows * parts, logits.numel() * std::int64_t(logits.element_size()), kernels().most_likely, job);
+  share_out(rows, 1, kernels().most_likely_of_parts, job);
+  return result;
+}
+
 }  // namespace
 
 void bind_elementwise(pybind11::module_& module) {
@@ -152,6 +177,7 @@ void bind_elementwise(pybind11::module_& module) {
   module.def("rows", &rows, "As `Ops.rows`.");
   module.def("add", &add, "As `Ops.add`, for rows [T, width].");
   module.def("join", &join, "As `Ops.join`.");
+  module.def("most_likely", &most_likely, "As `Ops.most_likely`, for logits in bfloat16 or float32.");
   module.def("swiglu", &swiglu, "As `Ops.swiglu`, for rows [T, 2 · width].");
 }
 

@@ -1,4 +1,5 @@
 // The Python module mtp_backend._native, and its matrix products.
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings.h"
@@ -11,6 +12,7 @@ namespace {
 namespace py = pybind11;
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool wide) {
+  Operation operation("mtp::linear");
   check(weight, "weight", at::kBFloat16, {-1, -1});
   check(x, "x", at::kBFloat16, {-1, weight.size(1)});
   Linear job{};
@@ -31,6 +33,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 Tensor wide_linear(const Tensor& x, const Tensor& weight) {
+  Operation operation("mtp::wide_linear");
   check(weight, "weight", at::kFloat, {-1, -1}, true);
   check(x, "x", at::kBFloat16, {-1, weight.size(1)});
   Tensor y = new_tensor({x.size(0), weight.size(0)}, at::kFloat);
@@ -41,6 +44,7 @@ Tensor wide_linear(const Tensor& x, const Tensor& weight) {
 }
 
 Tensor head_linear(const Tensor& x, const Tensor& weight) {
+  Operation operation("mtp::head_linear");
   check(x, "x", at::kBFloat16, {-1, -1, -1});
   Tensor laid = weight.dim() == 3 && weight.stride(1) == 1 ? weight.transpose(1, 2) : weight;
   check(laid, "weight", at::kBFloat16, {x.size(1), -1, -1});
@@ -53,19 +57,21 @@ Tensor head_linear(const Tensor& x, const Tensor& weight) {
   Tensor y = new_tensor({job.tokens, job.heads, job.n});
   if (!y.numel()) return y;
   job.y = data(y);
-  Tensor packed;
   std::int64_t bytes = job.heads * job.n * job.k * 2 * (1 + job.tokens / 8);
-  if (job.n_stride != 1) {
-    packed = new_tensor({job.heads * packed_size(job.tokens, job.k)});
-    job.packed = data(packed);
-    share_out(job.heads, packed.numel() * 2, kernels().head_linear_pack, job);
+  if (job.n_stride == 1) {
+    share_out(kernels().head_across_items(job), bytes, kernels().head_across, job);
+    return y;
   }
-  share_out(kernels().head_linear_items(job), bytes, kernels().head_linear, job);
+  Tensor packed = new_tensor({job.heads * packed_size(job.tokens, job.k)});
+  job.packed = data(packed);
+  share_out(job.heads, packed.numel() * 2, kernels().head_along_pack, job);
+  share_out(kernels().head_along_items(job), bytes, kernels().head_along, job);
   return y;
 }
 
 std::tuple<Tensor, Tensor> select_experts(const Tensor& logits, const Tensor& bias, std::int64_t top_k,
                                           std::int64_t groups, std::int64_t top_groups, bool normalize, double scaling) {
+  Operation operation("mtp::select_experts");
   check(logits, "logits", at::kFloat, {-1, -1}, true);
   std::int64_t tokens = logits.size(0), experts = logits.size(1);
   check(bias, "bias", at::kFloat, {experts}, true);
@@ -130,6 +136,7 @@ void share_out_experts(std::shared_ptr<ExpertsWork> work, Count count, Bytes byt
 
 Tensor grouped_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
                        const Tensor& weights) {
+  Operation operation("mtp::grouped_experts");
   check(x, "x", at::kBFloat16, {-1, -1});
   check(down, "down", at::kBFloat16, {-1, x.size(1), -1}, true);
   std::int64_t num_experts = down.size(0), width = down.size(2), hidden = x.size(1), tokens = x.size(0);
@@ -185,6 +192,12 @@ PYBIND11_MODULE(_native, module) {
   py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool", "Memory of programs that run one at a time.")
       .def(py::init<>())
       .def_property_readonly("num_bytes", &Pool::num_bytes);
+  module.def(
+      "borrowed",
+      [](const Tensor& tensor) {
+        return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options());
+      },
+      "A tensor in the same memory that does not keep it: in a pool it may be taken again.");
   py::class_<Program>(module, "Program", "Operations that are performed again on the tensors that they had.")
       .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool"))
       .def("begin", &Program::begin, "From now on this thread's operations are recorded, as they are performed.")

@@ -22,7 +22,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODULE = HERE.parent / "mtp_backend" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 BUILD = HERE.parents[1] / "build" / "native"
-KERNELS = ["linear", "heads", "experts", "elementwise", "routing", "attention"]  # for each level, without torch
+KERNELS = [
+    "linear",
+    "heads",
+    "heads_across",
+    "experts",
+    "elementwise",
+    "routing",
+    "most_likely",
+    "attention",
+]  # for each level, without torch
 BINDINGS = ["bindings", "bind_elementwise", "bind_attention", "attention_plan", "program", "levels"]
 AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2".split()
 AVX512 = [*AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mprefer-vector-width=512".split()]

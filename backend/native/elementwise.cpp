@@ -27,20 +27,25 @@ void norm_row(const bf16* x, const bf16* weight, float eps, bf16* y, std::int64_
 }
 
 void rotate_row(const bf16* x, const float* cos, const float* sin, std::int64_t half, bool interleaved, bf16* y) {
-  std::int64_t other = interleaved ? 1 : half, step = interleaved ? 2 : 1;
-  if (interleaved || half % LANES) {
-    for (std::int64_t i = 0; i < half; ++i) {
-      float first = to_float(x[i * step]), second = to_float(x[i * step + other]);
-      y[i * step] = to_bf16(first * cos[i] - second * sin[i]);
-      y[i * step + other] = to_bf16(second * cos[i] + first * sin[i]);
-    }
+  if (!interleaved) {
+    stretches(half, [&](std::int64_t at, std::int64_t count) {
+      Vec first = load_part(x + at, count), second = load_part(x + half + at, count);
+      Vec c = load_part(cos + at, count), s = load_part(sin + at, count);
+      store_part(y + at, first * c - second * s, count);
+      store_part(y + half + at, second * c + first * s, count);
+    });
     return;
   }
-  for (std::int64_t i = 0; i < half; i += LANES) {
-    Vec first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
-    store(y + i, first * c - second * s);
-    store(y + half + i, second * c + first * s);
-  }
+  stretches(2 * half, [&](std::int64_t at, std::int64_t count) {
+    float given[LANES], turned[LANES] = {};
+    store(given, load_part(x + at, count));
+    for (std::int64_t i = 0; i < count; i += 2) {
+      float c = cos[(at + i) / 2], s = sin[(at + i) / 2];
+      turned[i] = given[i] * c - given[i + 1] * s;
+      turned[i + 1] = given[i + 1] * c + given[i] * s;
+    }
+    store_part(y + at, load(turned), count);
+  });
 }
 
 void copy(bf16* to, const bf16* from, std::int64_t count) { __builtin_memcpy(to, from, count * sizeof(bf16)); }

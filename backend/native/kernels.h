@@ -38,8 +38,8 @@ struct WideLinear {
   std::int64_t m, n, k;
 };
 
-// y[t, head] = w[head] · x[t, head] for each head. w is [heads, n, k]: its rows follow each other along k (`k_stride` 1)
-// or along n (`n_stride` 1).
+// y[t, head] = w[head] · x[t, head] for each head. w is [heads, n, k]: its elements lie next to each other along k
+// (`head_along`) or along n (`head_across`).
 struct HeadLinear {
   const bf16* x;
   std::int64_t token_stride, head_stride;
@@ -47,7 +47,7 @@ struct HeadLinear {
   std::int64_t w_head_stride, n_stride, k_stride;
   bf16* y;
   std::int64_t tokens, heads, n, k;
-  bf16* packed;  // room for `packed_size(tokens, k)` elements of each head, unless n_stride is 1
+  bf16* packed;  // of `head_along`: room for `packed_size(tokens, k)` elements of each head
 };
 
 // Rows [tokens, heads, width] that may lie apart.
@@ -131,6 +131,16 @@ struct Experts {
   bf16* y;
 };
 
+// Each row of logits is searched in parts.
+struct MostLikely {
+  const void* logits;  // [rows, vocab], float if `wide`, else bf16
+  bool wide;
+  std::int64_t rows, vocab, parts;
+  float* values;         // [rows, parts], the greatest of each part
+  std::int64_t* tokens;  // [rows, parts], where it is
+  std::int64_t* result;  // [rows]
+};
+
 // Work items: `…_items`, or what the comment says.
 #define MTP_ALL_KERNELS(use, level)                                                                     \
   use(level, pack_items, std::int64_t, (std::int64_t m))                                                \
@@ -139,9 +149,11 @@ struct Experts {
   use(level, linear, void, (const Linear&, std::int64_t begin, std::int64_t end))                       \
   use(level, wide_linear_items, std::int64_t, (const WideLinear&))                                      \
   use(level, wide_linear, void, (const WideLinear&, std::int64_t begin, std::int64_t end))              \
-  use(level, head_linear_items, std::int64_t, (const HeadLinear&))                                      \
-  use(level, head_linear_pack, void, (const HeadLinear&, std::int64_t begin, std::int64_t end)) /* heads */ \
-  use(level, head_linear, void, (const HeadLinear&, std::int64_t begin, std::int64_t end))              \
+  use(level, head_along_pack, void, (const HeadLinear&, std::int64_t begin, std::int64_t end)) /* heads */ \
+  use(level, head_along_items, std::int64_t, (const HeadLinear&))                                       \
+  use(level, head_along, void, (const HeadLinear&, std::int64_t begin, std::int64_t end))               \
+  use(level, head_across_items, std::int64_t, (const HeadLinear&))                                      \
+  use(level, head_across, void, (const HeadLinear&, std::int64_t begin, std::int64_t end))              \
   use(level, rms_norm, void, (const RmsNorm&, std::int64_t begin, std::int64_t end))         /* rows */ \
   use(level, rotary, void, (const Rotary&, std::int64_t begin, std::int64_t end))          /* tokens */ \
   use(level, write_cache, void, (const WriteCache&, std::int64_t begin, std::int64_t end)) /* tokens */ \
@@ -156,6 +168,8 @@ struct Experts {
   use(level, experts_down_items, std::int64_t, (const Experts&))                                        \
   use(level, experts_down, void, (const Experts&, std::int64_t begin, std::int64_t end))                \
   use(level, experts_sum, void, (const Experts&, std::int64_t begin, std::int64_t end))    /* tokens */ \
+  use(level, most_likely, void, (const MostLikely&, std::int64_t begin, std::int64_t end))  /* parts */ \
+  use(level, most_likely_of_parts, void, (const MostLikely&, std::int64_t begin, std::int64_t end)) /* rows */ \
   use(level, attention_memory, std::int64_t, (const Attention&)) /* bytes that `attend` needs at a multiple of 64 */ \
   use(level, attend, void, (const Attention&, const AttentionItem&, float* partials, void* memory)) \
   use(level, fold_partials, void, (const Attention&, const AttentionItem&, std::int64_t query, float* partials))

@@ -15,7 +15,8 @@ std::int64_t linear_items(const Linear& job) { return (job.n + BLOCK_N - 1) / BL
 
 void linear(const Linear& job, std::int64_t begin, std::int64_t end) {
   Packed x{job.packed, job.m, job.k};
-  ProductSession session(x);
+  ProductSession session;
+  session.prepare(x);
   alignas(64) float out[BLOCK_M * BLOCK_N];
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t first = item * BLOCK_N, n = least(BLOCK_N, job.n - first);

@@ -55,15 +55,25 @@ inline void pack_group(bf16* packed, std::int64_t m, std::int64_t k, std::int64_
 }
 
 // Holds the tile registers: 0 … 3 results, 4 and 5 rows of w, 6 and 7 packed rows of x.
-struct ProductSession {
-  explicit ProductSession(const Packed& x) {
+class ProductSession {
+ public:
+  ProductSession() = default;
+  ProductSession(const ProductSession&) = delete;
+  ~ProductSession() {
+    if (columns_) _tile_release();
+  }
+
+  // Before products with x. Shaping the registers takes as long as reading some of w: not again for the same shape.
+  void prepare(const Packed& x) {
+    std::int64_t columns = least(GROUP, mtp::packed_rows(x.m));
+    if (columns == columns_) return;
+    columns_ = columns;
     struct alignas(64) {
       std::uint8_t palette, start, reserved[14];
       std::uint16_t bytes[16];
       std::uint8_t rows[16];
     } config = {};
     config.palette = 1;
-    std::int64_t columns = least(GROUP, mtp::packed_rows(x.m));
     for (int tile = 0; tile < 8; ++tile) {
       bool weights = tile == 4 || tile == 5;
       config.bytes[tile] = std::uint16_t(weights ? 64 : 4 * columns);
@@ -71,8 +81,9 @@ struct ProductSession {
     }
     _tile_loadconfig(&config);
   }
-  ~ProductSession() { _tile_release(); }
-  ProductSession(const ProductSession&) = delete;
+
+ private:
+  std::int64_t columns_ = 0;
 };
 
 // Rows of w that do not fill tiles, or elements of K that do not, filled up with zeros.

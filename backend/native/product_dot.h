@@ -61,8 +61,8 @@ inline void product(const bf16* w, std::int64_t w_stride, std::int64_t n, const 
   for (; i < n; ++i) product_columns<1>(w + i * w_stride, w_stride, packed, width, x.k, rows, out + i);
 }
 
-struct ProductSession {  // nothing to set up
-  explicit ProductSession(const Packed&) {}
+struct ProductSession {
+  void prepare(const Packed&) {}  // nothing to set up
 };
 
 }  // namespace

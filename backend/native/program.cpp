@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 
 namespace mtp {
 namespace {
 
 thread_local Program* recording = nullptr;
+thread_local const char* operation = "";
 
 std::int64_t threads_for(const Phase& phase) {
   return std::clamp<std::int64_t>(phase.plan ? phase.plan() : phase.threads, 1, at::get_num_threads());
@@ -18,12 +20,21 @@ std::int64_t threads_for(const Phase& phase) {
 
 }  // namespace
 
+Operation::Operation(const char* name) : outer_(operation), watch_(at::RecordScope::FUNCTION) {
+  operation = name;
+  if (watch_.isActive()) watch_.before(name);
+}
+
+Operation::~Operation() { operation = outer_; }
+
 void perform(Phase phase) {
   std::int64_t threads = threads_for(phase);
   at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t thread = begin; thread < end; ++thread) phase.work(thread, threads);
   });
-  if (recording) recording->phases_.push_back(std::move(phase));
+  if (!recording) return;
+  phase.operation = operation;
+  recording->phases_.push_back(std::move(phase));
 }
 
 Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
@@ -63,10 +74,13 @@ void Program::end() { recording = nullptr; }
 void Program::run() const {
   std::int64_t share = 0;
   std::exception_ptr failure;
+  bool watched = at::hasCallbacks();
 #pragma omp parallel num_threads(at::get_num_threads())
   {
     std::int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
     for (const Phase& phase : phases_) {
+      std::optional<Operation> operation;
+      if (watched && !thread) operation.emplace(phase.operation);
       std::int64_t threads = std::min(phase.threads, all);
       if (phase.plan) {
         if (!thread) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 
 #include <cstdint>
 #include <functional>
@@ -18,10 +19,23 @@ struct Phase {
   std::int64_t threads = 1;
   std::function<std::int64_t()> plan;
   std::function<void(std::int64_t thread, std::int64_t threads)> work;
+  const char* operation = "";
 };
 
 // Does a phase, and keeps it if a program is being recorded.
 void perform(Phase phase);
+
+// While it lives, phases belong to an operation of this name, under which torch's profiler tells its time.
+class Operation {
+ public:
+  explicit Operation(const char* name);
+  ~Operation();
+  Operation(const Operation&) = delete;
+
+ private:
+  const char* outer_;
+  at::RecordFunction watch_;
+};
 
 // Memory of programs that run one at a time. What a program's tensors have left is there for the next ones.
 class Pool {
@@ -40,7 +54,7 @@ class Program {
   explicit Program(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
   void begin();
   void end();
-  // Performs the phases in one parallel region, without torch.
+  // Performs the phases in one parallel region, without torch but for its profiler.
   void run() const;
 
  private:

@@ -11,7 +11,7 @@
 namespace mtp {
 
 // Fewer bytes than this for each thread are not worth waking one.
-constexpr std::int64_t BYTES_FOR_A_THREAD = 1 << 16;
+constexpr std::int64_t BYTES_FOR_A_THREAD = 1 << 14;
 
 // Runs kernel(job, begin, end) over [0, items) on as many threads as `bytes` of memory traffic are worth.
 template <typename Job>

@@ -28,6 +28,7 @@ from mtp_client.errors import (
     Unavailable,
 )
 from mtp_client.sequence import AsyncSequence, Sequence
+from mtp_client.tls import Tls
 from mtp_client.types import Chunk, Generation, Logprob, Message, SamplingParams, Step
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "SequenceLost",
     "ServerError",
     "Step",
+    "Tls",
     "Unavailable",
 ]

@@ -11,6 +11,7 @@ from mtp_client import chat, tensors
 from mtp_client.errors import ServerError
 from mtp_client.sequence import AsyncSequence
 from mtp_client.state import SequenceState
+from mtp_client.tls import Tls
 from mtp_client.transports import AsyncTransport, default_url
 from mtp_client.transports.grpc import AsyncGrpcTransport
 from mtp_client.transports.http import AsyncHttpTransport
@@ -31,11 +32,12 @@ class AsyncClient:
         protocol: Literal["grpc", "http"] = "grpc",
         timeout: float = 60.0,
         tokenizer: str | Path | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._timeout = timeout
         self._template = chat.load(Path(tokenizer), None) if tokenizer is not None else None
         fallback = default_url(protocol)  # refuses an unknown protocol
-        self._transport = _TRANSPORTS[protocol](url or fallback, timeout)
+        self._transport = _TRANSPORTS[protocol](url or fallback, timeout, tls)
 
     async def generate(
         self,

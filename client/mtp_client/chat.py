@@ -27,7 +27,7 @@ class TemplateRefusal(Exception):
 class ChatTemplate:
     """A chat template in the form of Hugging Face checkpoints.
 
-    `special_tokens`: its variables `bos_token`, `eos_token`, ….
+    `source`: its text. `special_tokens`: its variables `bos_token`, `eos_token`, ….
     Raises InvalidArgument: no valid template, or it uses a special token that is not given.
     """
 
@@ -45,6 +45,7 @@ class ChatTemplate:
             raise InvalidArgument(
                 f"chat template: it uses {', '.join(missing)}, which the tokenizer's folder must give"
             )
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: list[Any], variables: Mapping[str, Any], tools: Sequence[Any] = ()) -> str:

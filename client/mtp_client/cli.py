@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtp_client import tls
 from mtp_client.client import Client
 from mtp_client.errors import InvalidArgument, MtpError
 from mtp_client.types import Chunk, Generation, Step
@@ -32,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     server = argparse.ArgumentParser(add_help=False)
-    server.add_argument("--url", help="host:port; default 127.0.0.1:8001 (grpc), 127.0.0.1:8000 (http)")
+    server.add_argument("--url", help="host:port, or https://…; default 127.0.0.1:8001 (grpc), 127.0.0.1:8000 (http)")
     server.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
+    tls.add_options(server)
     server.add_argument("--model", help="model of the server; default: the command's own")
     server.add_argument("--json", action="store_true", help="print JSON, one object a line")
 
@@ -74,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     load.set_defaults(run=_load)
     gateway = commands.add_parser("gateway", help="serve OpenAI's HTTP interface and a page that shows speculation")
     gateway.add_argument("--url", help="gRPC host:port of the server; default 127.0.0.1:8001")
+    tls.add_options(gateway)
     gateway.add_argument("--model", default="generate", help="model of the server; default generate")
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
     gateway.add_argument("--port", type=int, default=9000)
@@ -92,7 +95,7 @@ def _connected(command: Callable[[Client, argparse.Namespace], int]) -> Callable
     """The command with a client of its own."""
 
     def run(args: argparse.Namespace) -> int:
-        with Client(args.url, args.protocol) as client:
+        with Client(args.url, args.protocol, tls=tls.from_options(args)) as client:
             return command(client, args)
 
     return run

@@ -11,6 +11,7 @@ from mtp_client import chat, tensors
 from mtp_client.errors import ServerError
 from mtp_client.sequence import Sequence
 from mtp_client.state import SequenceState
+from mtp_client.tls import Tls
 from mtp_client.transports import Transport, default_url
 from mtp_client.transports.grpc import GrpcTransport
 from mtp_client.transports.http import HttpTransport
@@ -25,7 +26,9 @@ _TRANSPORTS: dict[str, type[Transport]] = {"grpc": GrpcTransport, "http": HttpTr
 class Client:
     """A connection to a server. Thread-safe; a context manager.
 
-    `url`: host:port, by default 127.0.0.1:8001 (grpc) or 127.0.0.1:8000 (http).
+    `url`: host:port, by default 127.0.0.1:8001 (grpc) or 127.0.0.1:8000 (http); over HTTP also
+    https://name:password@host for a proxy that wants a password. `tls`: None speaks plain text
+    unless the URL says https.
     `timeout`: seconds to wait for each answer: a whole generation, one chunk of a stream, one
     step of a sequence. `tokenizer`: folder of the checkpoint, whose chat template `chat` uses.
     """
@@ -36,11 +39,12 @@ class Client:
         protocol: Literal["grpc", "http"] = "grpc",
         timeout: float = 60.0,
         tokenizer: str | Path | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._timeout = timeout
         self._template = chat.load(Path(tokenizer), None) if tokenizer is not None else None
         fallback = default_url(protocol)  # refuses an unknown protocol
-        self._transport = _TRANSPORTS[protocol](url or fallback, timeout)
+        self._transport = _TRANSPORTS[protocol](url or fallback, timeout, tls)
 
     def generate(
         self,

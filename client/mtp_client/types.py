@@ -39,7 +39,7 @@ class SamplingParams(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int  # most likely tokens beside each own one; not for sequences
     prompt_logprobs: int
-    structured_output: dict[str, Any]  # {"json_schema": …}, {"regex": …} or {"ebnf": …}
+    structured_output: dict[str, Any]  # {"json_schema": …}, {"regex": …}, {"ebnf": …} or {"tool_calls": …}
 
 
 class Logprob(TypedDict):

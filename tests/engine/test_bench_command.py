@@ -38,7 +38,7 @@ def test_report(deepseek, tmp_path, capsys):
             assert (row["rates"], row["tokens_per_step"], row["draft_milliseconds"]) == ([], 1, 0)
             assert row["speedup"] == [1, 1, 1] and row["predicted_speedup"] == 1
     assert set(report["operation_seconds_per_step"]) == {"1", "2"}
-    assert all(any(name.startswith("aten::") for name in own) for own in report["operation_seconds_per_step"].values())
+    assert all(any(name.startswith("mtp::") for name in own) for own in report["operation_seconds_per_step"].values())
     assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
     assert printed.startswith("read bandwidth ") and "prompts were random tokens" in printed

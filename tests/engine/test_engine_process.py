@@ -7,9 +7,9 @@ import threading
 import pytest
 import zmq
 from mtp_backend.engine.tokenizer import encode
-from mtp_backend.serving import messages
+from mtp_backend.serving import engine_process, messages
 from mtp_backend.serving.engine_process import EngineProcess
-from mtp_backend.serving.messages import Cancel, Failed, Generate, Generated, Hello, Step, Stepped
+from mtp_backend.serving.messages import Cancel, Failed, Generate, Generated, Hello, Step, Stepped, Taken
 
 GRAMMAR = {"structured_output": {"regex": "yes|no"}, "max_tokens": 8}
 PLAIN = {"max_tokens": 4}
@@ -39,8 +39,13 @@ class Role:
 
 
 @pytest.fixture
-def engine(make_llm, deepseek):
-    return make_llm(deepseek, 1).engine
+def options():
+    return {}
+
+
+@pytest.fixture
+def engine(make_llm, deepseek, options):
+    return make_llm(deepseek, 1, **options).engine
 
 
 @pytest.fixture
@@ -132,6 +137,46 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled(engine, compiling,
     compiling.set()
     role.send(Generate(3, prompt(engine), GRAMMAR, False))
     assert role.take().request == 3
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 2, "max_queue_size": 1}])
+def test_not_too_many_wait_for_their_grammars(engine, compiling, role):
+    ids = prompt(engine)
+    role.send(Generate(1, ids, GRAMMAR, False))
+    assert compiling.started.wait(30)
+    role.send(Generate(2, ids, GRAMMAR, False), Step(3, "a", True, True, ids, None, None, GRAMMAR))
+    role.send(Generate(4, ids, GRAMMAR, False), Step(5, "b", True, True, ids, None, None, GRAMMAR))
+    refused = "3 requests are waiting for their grammars of at most 3 (max_num_seqs + max_queue_size); try again later"
+    for number in (4, 5):
+        answer = role.take()
+        assert (answer.request, answer.code, answer.message) == (number, "UNAVAILABLE", refused)
+    role.send(Generate(6, ids, PLAIN, False))  # the bound is not theirs
+    assert isinstance(role.take(), Generated)
+    role.send(Cancel(2), Generate(7, ids, GRAMMAR, False))
+    assert role.take().code == "CANCELLED"
+    compiling.set()
+    answers = [role.take() for _ in range(3)]
+    assert {answer.request for answer in answers} == {1, 3, 7}
+    assert not [answer for answer in answers if isinstance(answer, Failed)]
+
+
+def test_streams_wait_for_a_role_that_takes_nothing(engine, role, monkeypatch):
+    """It gets so many frames, the Welcome among them, and then last answers alone, until it says what it has taken."""
+    monkeypatch.setattr(engine_process, "MAX_UNTAKEN_FRAMES", 4)
+
+    def stream(number):
+        role.send(Generate(number, prompt(engine), {"max_tokens": 16, "ignore_eos": True}, True))
+        answers = [role.take()]
+        while not answers[-1].final:
+            answers.append(role.take())
+        return answers
+
+    streams = [stream(1), stream(2)]
+    role.send(Taken(1 + sum(map(len, streams))))
+    streams.append(stream(3))
+    assert list(map(len, streams)) == [3 + 1, 1, 4 + 1]
+    texts = [[token for answer in answers for token in answer.token_ids] for answers in streams]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 16
 
 
 @pytest.mark.parametrize("structured", [None, {}, "yes", {"regex": 1}, {"regex": "a", "ebnf": "b"}])

@@ -35,9 +35,7 @@ def test_same_texts(model, k):
 
 def test_taken_by_itself(model):
     kinds = {
-        (mode, dtype): type(
-            LLM(model, graph_mode=mode, dtype=dtype, num_threads=1).engine._runner._target._context.passes
-        )
+        (mode, dtype): type(LLM(model, graph_mode=mode, dtype=dtype, num_threads=1).engine._passes)
         for mode, dtype in [(None, "bfloat16"), ("eager", "bfloat16"), (None, "float32")]
     }
     assert kinds == {

@@ -161,6 +161,39 @@ def test_regex_and_ebnf(deepseek, k, make_llm, prompt_of):
     assert len({output.text for output in outputs}) > 8
 
 
+CALLED = {
+    "deepseek_v3": r"<｜tool▁calls▁begin｜>(\n?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(f\n```json\n"
+    r'\{"a": (true|false)(, "b": "(x|yy)")?\}|g\n```json\n\{\})\n```<｜tool▁call▁end｜>)+<｜tool▁calls▁end｜>',
+    "deepseek_v3_1": r"<｜tool▁calls▁begin｜>(<｜tool▁call▁begin｜>(f<｜tool▁sep｜>"
+    r'\{"a": (true|false)(, "b": "(x|yy)")?\}|g<｜tool▁sep｜>\{\})<｜tool▁call▁end｜>)+<｜tool▁calls▁end｜>',
+    "glm_4_5": r"(\n?<tool_call>(f\n?<arg_key>a</arg_key>\n?<arg_value>(true|false)</arg_value>\n?"
+    r"(<arg_key>b</arg_key>\n?<arg_value>(x|yy)</arg_value>\n?)?|g\n?)</tool_call>)+",
+}
+
+
+@pytest.mark.parametrize("template", CALLED)
+def test_tool_calls(deepseek, make_llm, prompt_of, template):
+    """Sampled calls are whole ones; right drafts are all accepted, and wrong ones change nothing."""
+    properties = {"a": {"type": "boolean"}, "b": {"type": "string", "enum": ["x", "yy"]}}
+    functions = [
+        {"name": "f", "parameters": {"type": "object", "properties": properties, "required": ["a"]}},
+        {"name": "g"},
+    ]
+    wanted = {"tool_calls": {"template": template, "functions": functions, "parallel": False}}
+    params = [SamplingParams(temperature=1.5, seed=seed, structured_output=wanted) for seed in range(4)]
+    prompt, llm = prompt_of(4), make_llm(deepseek, 4)
+    outputs = make_llm(deepseek, 0).generate([prompt] * len(params), params)
+    for output, given in zip(outputs, params, strict=True):
+        assert output.finish_reason == "stop" and re.fullmatch(CALLED[template], output.text)
+        right = output.token_ids
+        got, steps = paced(llm, prompt, given, lambda done, right=right: right[len(done) :][:4])
+        assert got == right and all(given == accepted for given, accepted in steps) and (4, 4) in steps
+    wrong = llm.engine.tokenizer.token_to_id("z")
+    got, _ = paced(llm, prompt, params[0], lambda done: [*outputs[0].token_ids[len(done) :][:2], wrong])
+    assert got == outputs[0].token_ids
+    assert len({output.text for output in outputs}) > 1
+
+
 def test_characters_of_several_tokens(deepseek, make_llm, prompt_of):
     """A character of three byte tokens, no token of which is a text of its own."""
     params = SamplingParams(structured_output={"regex": "漢{2}"})

@@ -7,8 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
-from mtp_backend.cache import KVCache, build_layout
+from mtp_backend.cache import KVCache
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.graphs import PlainPasses
 from npu_host.device import traced
 
 from npu.conforming import DEMO, expandable
@@ -80,10 +81,22 @@ def test_keys_that_cannot_be_expanded_are_refused(checkpoint):
         LLM(checkpoint("deepseek"), device="npu", attention_strategy="chunked_prefill")
 
 
-def poisoning(cache, sequences):
-    """`build_layout` for target and draft passes, that first fills every slot without a computed key with NaN."""
+class Poisoning(PlainPasses):
+    """Fills every slot without a computed key with NaN before each pass."""
 
-    def poison(layers, lengths):
+    def __init__(self, cache, sequences, block_size):
+        super().__init__(block_size, torch.device("npu"))
+        self.cache, self.sequences = cache, sequences
+
+    def run(self, name, function, token_ids, spans, hidden=None, selection=None):
+        if hidden is None:
+            self.poison(self.cache.layers[:-1], [(own.block_table, own.num_computed) for own in self.sequences])
+        else:
+            own = [(sequence.block_table, sequence.num_drafted) for sequence in self.sequences]
+            self.poison(self.cache.layers[-1:], own + [(span.block_table, span.start) for span in spans[0]])
+        return super().run(name, function, token_ids, spans, hidden, selection)
+
+    def poison(self, layers, lengths):
         written = torch.zeros(layers[0][0].shape[:2], dtype=torch.bool)
         for table, length in lengths:
             for place in range(length):
@@ -91,17 +104,6 @@ def poisoning(cache, sequences):
         for layer in layers:
             for tensor in layer:
                 tensor[(~written).to("npu")] = math.nan
-
-    def target(spans, *others):
-        poison(cache.layers[:-1], [(own.block_table, own.num_computed) for own in sequences])
-        return build_layout(spans, *others)
-
-    def draft(spans, *others):
-        own = [(sequence.block_table, sequence.num_drafted) for sequence in sequences]
-        poison(cache.layers[-1:], own + [(span.block_table, span.start) for span in spans])
-        return build_layout(spans, *others)
-
-    return target, draft
 
 
 @pytest.mark.parametrize("name", ["deepseek", "glm"])
@@ -121,18 +123,16 @@ def test_unused_slots_reach_no_row(make_llm, name):
     def run(poisoned):
         engine = llm.engine
         sequences = [engine.new_sequence(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        target, draft = poisoning(made[0], sequences) if poisoned else (build_layout, build_layout)
-        with (
-            patch("mtp_backend.graphs.target.build_layout", target),
-            patch("mtp_backend.speculation.drafter.build_layout", draft),
-        ):
-            for sequence in sequences:
-                engine.add(sequence)
-            while engine.has_work:
-                engine.step()
+        if poisoned:
+            passes = Poisoning(made[0], sequences, engine.config.block_size)
+            engine._runner._target._context.passes = engine._drafter._passes = passes
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.has_work:
+            engine.step()
         return [sequence.token_ids for sequence in sequences]
 
-    assert run(poisoned=True) == run(poisoned=False)
+    assert run(poisoned=False) == run(poisoned=True)
 
 
 # Of one decoding step with 2 drafts: 4 target layers, and the draft layer twice. One layer of each target is dense.
@@ -144,7 +144,7 @@ NPU_OPERATIONS = {
     "npu_moe_gating_top_k": SPARSE_LAYERS,
     "npu_moe_init_routing_v2": SPARSE_LAYERS,
     "npu_grouped_matmul": 2 * SPARSE_LAYERS,
-    "npu_moe_token_unpermute": SPARSE_LAYERS,
+    "_npu_moe_token_unpermute": SPARSE_LAYERS,
     "npu_swiglu": LAYERS + SPARSE_LAYERS,  # the dense layer's, the routed and the shared experts'
 }
 FIRST_NORMS = PASSES + 3 * 2  # those of the first layers, and three more of each draft pass

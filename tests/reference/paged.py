@@ -50,7 +50,9 @@ class Paged:
         self.cache = KVCache(shapes, num_blocks, block_size, dtype, CPU)
         self.num_draft_layers = num_layers
         where = self.networks, self.cache, block_size, CPU
-        context = GraphContext(*where, PlainPasses(), None, [], max_blocks=num_blocks, dummy_block=num_blocks)
+        context = GraphContext(
+            *where, PlainPasses(block_size, CPU), None, [], max_blocks=num_blocks, dummy_block=num_blocks
+        )
         self.drafter = drafter_for(speculative, context)
         self.block_size = block_size
         self.before_pass = before_pass
@@ -114,7 +116,7 @@ def propose(paged: Paged, work: list[DraftWork]) -> list[tuple[list[int], torch.
 
     with (
         patch.object(MtpModule, "logits", logits_and_note),
-        patch("mtp_backend.speculation.drafter.build_layout", layout_of),
+        patch("mtp_backend.graphs.passes.build_layout", layout_of),
     ):
         drafts = [made.token_ids for made in paged.drafter.propose(work)]
     logits = [[] for _ in work]

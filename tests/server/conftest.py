@@ -1,3 +1,6 @@
+import shutil
+import subprocess
+
 import pytest
 
 from server.helpers import PROMPTS, Connection, tokens
@@ -55,3 +58,25 @@ def undisturbed(grpc, alone):
         steps.append(grpc.step("undisturbed", step=len(steps)))
     grpc.end("undisturbed")
     assert tokens(steps)[: len(wanted)] == wanted
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory):
+    """An authority, certificates of it for the server and a client, and another authority's client, made by openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for authority in ("ca", "other-ca"):
+        openssl("req", "-x509", *new_key, "-keyout", f"{authority}.key", "-out", f"{authority}.pem", "-days", "2",
+                "-subj", f"/CN={authority}")  # fmt: skip
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
+    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other-ca")):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
+                "-CAcreateserial", "-out", f"{name}.pem", "-days", "2", "-extfile", "names")  # fmt: skip
+    return folder

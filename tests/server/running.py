@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mtp_backend.environment import VARIABLES
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = Path(sys.prefix) / "bin"
 TEMPLATES = ROOT / "model_repository" / "templates"
@@ -229,8 +231,10 @@ def running_server(values="deepseek-demo.toml", plain=False, options=(), edit=No
         command, urls = command_line(folder / "repository", plain)
         command += options
         with open(folder / "log", "w") as log:
+            # What the tests' own process has to compute with is not for the server, which sets it for its engine.
+            environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
             process = subprocess.Popen(
-                list(map(str, command)), stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(folder / "tmp")}
+                list(map(str, command)), stdout=log, stderr=log, env=environment | {"TMPDIR": str(folder / "tmp")}
             )
         server = Server(process, *urls, folder / "repository", folder / "tmp", folder / "log")
         try:
@@ -247,10 +251,11 @@ def running_server(values="deepseek-demo.toml", plain=False, options=(), edit=No
 
 
 @contextmanager
-def running_gateway(server, checkpoint, log):
+def running_gateway(server, checkpoint, log, options=()):
     """Runs `mtp-client gateway` in front of a server, with a checkpoint's chat template; gives its address."""
     [port] = free_ports(1)
     command = [COMMANDS / "mtp-client", "gateway", "--url", server.grpc_url, "--tokenizer", checkpoint, "--port", port]
+    command += options
 
     def ready():
         assert process.poll() is None, log.read_text()

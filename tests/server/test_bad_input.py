@@ -276,10 +276,23 @@ def test_later_step(connection, patient, tensors, message):
     check(refusal(connection.step, "patient", **tensors), message)
 
 
-def test_sequence_id_not_utf8(triton_server, undisturbed):
-    """Raw bytes in the JSON of an HTTP request."""
-    body = b'{"parameters": {"sequence_id": "\xff\xfe", "sequence_start": true, "sequence_end": true}, "inputs": [{"name": '
-    body += b'"input_ids", "datatype": "INT64", "shape": [1, 2], "data": [5, 6]}]}'
-    url = f"http://{triton_server.http_url}/v2/models/speculative/infer"
-    response = httpx.post(url, content=body, timeout=30, trust_env=False)
-    assert response.status_code == 500 and "UnicodeDecodeError" in response.json()["error"]
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("generate/generate", b'{"text_input": "a", "\xff\xfe": 1}'),
+        ("generate/generate_stream", b'{"text_input": "a", "x": "\xff\xfe"}'),
+        (
+            "speculative/infer",
+            b'{"parameters": {"sequence_id": "\xff\xfe", "sequence_start": true, "sequence_end": true}, "inputs": '
+            b'[{"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [5, 6]}]}',
+        ),
+    ],
+)
+def test_not_utf8(triton_server, undisturbed, path, body):
+    """Bytes that Triton's JSON reader lets through where no tensor is."""
+    response = httpx.post(
+        f"http://{triton_server.http_url}/v2/models/{path}", content=body, timeout=30, trust_env=False
+    )
+    assert response.status_code == 400 and "request: got b'" in response.text
+    assert "xff" in response.text and "allowed: UTF-8 in ids, names and parameters" in response.text
+    assert "Traceback" not in triton_server.log.read_text(errors="replace")

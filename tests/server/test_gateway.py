@@ -234,6 +234,71 @@ def test_schema_that_is_refused(client):
     assert caught.value.param == "response_format"
 
 
+# How the templates of DeepSeek V3, of V3.1 and of GLM-4.5 write the calls of an earlier message.
+CALL_TEMPLATES = {
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n{{ text }}\n```<｜tool▁call▁end｜>",
+    "deepseek_v3_1": "<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ text }}<｜tool▁call▁end｜>",
+    "glm_4_5": "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>{{ text }}</arg_value>\n</tool_call>",
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "forecast", "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Ur", "漢字🙂"]},
+            "days": {"type": "array", "items": {"enum": ["Mon", "Tue"]}, "minItems": 1, "maxItems": 2},
+            "metric": {"type": "boolean"},
+        },
+        "required": ["city", "days"],
+    }}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+
+
+def check_call(name, arguments):
+    """Whether a call is one of TOOLS."""
+    if name == "now":
+        assert arguments == {}
+    else:
+        assert name == "forecast" and {"city", "days"} <= arguments.keys() <= {"city", "days", "metric"}
+        assert arguments["city"] in ("Ur", "漢字🙂") and type(arguments.get("metric", True)) is bool
+        assert 1 <= len(arguments["days"]) <= 2 and set(arguments["days"]) <= {"Mon", "Tue"}
+
+
+@pytest.mark.parametrize("form", CALL_TEMPLATES)
+def test_required_tools(triton_server, tmp_path, form):
+    """A model that never learnt of tools calls them, by their schemas, whole and streamed."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ bos_token }}{{ messages[0].content }}{% if x %}" + CALL_TEMPLATES[form] + "{% endif %}")
+    options = ["--chat-template", template]
+    with (
+        running_gateway(triton_server, ROOT / "checkpoints" / MODEL, tmp_path / "log", options) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}], "tools": TOOLS}
+        asked |= {"temperature": 1.2, "parallel_tool_calls": False}
+        for choice in ("required", {"type": "function", "function": {"name": "forecast"}}):
+            [whole] = client.chat.completions.create(**asked, tool_choice=choice, seed=1).choices
+            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+            [call] = whole.message.tool_calls
+            check_call(call.function.name, json.loads(call.function.arguments))
+            assert choice == "required" or call.function.name == "forecast"
+            chunks = list(client.chat.completions.create(**asked, tool_choice=choice, seed=1, stream=True))
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+            assert not any(chunk.choices[0].delta.content for chunk in chunks)
+            [[streamed]] = [tools for chunk in chunks if (tools := chunk.choices[0].delta.tool_calls)]
+            assert streamed.function.model_dump() == call.function.model_dump()
+        # Several calls, as far as the length lets them come.
+        asked |= {"parallel_tool_calls": True, "max_tokens": 120}
+        [whole] = client.chat.completions.create(**asked, tool_choice="required", seed=0).choices
+        for call in whole.message.tool_calls:
+            check_call(call.function.name, json.loads(call.function.arguments))
+        with pytest.raises(openai.BadRequestError) as caught:
+            tool = {"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "not": {}}}}
+            client.chat.completions.create(**asked | {"tools": [*TOOLS, tool]}, tool_choice="required")
+        assert caught.value.param == "tools[2].function"
+        assert caught.value.body["message"].startswith("tools[2].function.parameters.not: got {}; allowed: ")
+
+
 def test_greedy_with_top_p(client, sdk):
     """OpenAI takes a filter at temperature 0, where it changes nothing."""
     wanted = sdk.generate(PROMPTS[0], ignore_eos=True, **GREEDY).text

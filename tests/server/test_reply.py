@@ -129,16 +129,28 @@ class BrokenRole:
 
     def submission(self, request):
         if request.bad:
-            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+            raise request.bad
         return request
 
 
-def test_unreadable_request(role):
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+            "request: got b'\\xff'; allowed: UTF-8 in ids, names and parameters",
+        ),
+    ],
+)
+def test_unreadable_request(role, error, message):
     """Only that request fails: a batch that fails as a whole after a part of it was answered crashes the server."""
     senders = [Sender() for _ in range(3)]
     requests = [
         SimpleNamespace(
-            bad=number == 1, request_id=lambda: "r", get_response_sender=lambda number=number: senders[number]
+            bad=error if number == 1 else None,
+            request_id=lambda: "r",
+            get_response_sender=lambda number=number: senders[number],
         )
         for number in range(3)
     ]
@@ -146,7 +158,7 @@ def test_unreadable_request(role):
     broken.execute(requests)
     assert broken.submitted == [requests[0], requests[2]]
     [(response, flags)] = senders[1].responses
-    assert "UnicodeDecodeError" in response.message and flags == 1
+    assert message in response.message and flags == 1
 
 
 def test_batch_is_answered_at_once(role):
@@ -164,10 +176,10 @@ def test_batch_is_answered_at_once(role):
         submit=lambda submissions: [r.answer(SimpleNamespace(draft_ids=[7])) for _, r in submissions]
     )
     first, second, third = broken._execute(
-        broken, [SimpleNamespace(bad=number == 1, request_id=lambda: "") for number in range(3)]
+        broken, [SimpleNamespace(bad=KeyError("x") if number == 1 else None, request_id=str) for number in range(3)]
     )
     assert first == third == {"next_draft_ids": [[7]]}
-    assert "UnicodeDecodeError" in second.message
+    assert "KeyError: 'x'" in second.message
 
 
 @pytest.mark.parametrize("request_id", ["", "r-1", "x" * 128, " ~"])

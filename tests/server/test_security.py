@@ -1,15 +1,19 @@
 """What is closed by default, what a key opens, and TLS on gRPC (L0_http restricted_api, L0_secure_grpc)."""
 
-import shutil
+import asyncio
 import subprocess
 
+import grpc as grpc_core
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
-from tritonclient.utils import InferenceServerException
+from mtp_client import AsyncClient, Client, Tls, Unavailable
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
 
 from server.helpers import PROMPTS, generate, inputs, sequence_tensors
+from server.running import COMMANDS, ROOT, running_gateway
 from server.test_sequence_batcher import GREEDY, refusal
 
 KEY = "a-key-of-this-test"
@@ -119,29 +123,78 @@ def test_large_inputs(connection, undisturbed):
     assert "sampling_parameters: got '8000012 characters'; allowed: at most 262144 characters" in error.message
 
 
+RESERVED = {
+    "sequence_id": [True, 1.5],
+    "sequence_start": ["x", 5],
+    "sequence_end": ["x", 5],
+    "priority": ["x", -5, 1.5],
+    "timeout": ["x", 1.5, -5],
+    "triton_enable_empty_final_response": ["x", 5],
+    "triton_final_response": [True],
+    "triton_other": [True, "x"],
+}
+KINDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+
+
+def message(outputs=(), **parameters):
+    """A sequence of one step, as the protocol has it."""
+    request = service_pb2.ModelInferRequest(model_name="speculative")
+    for name, array in sequence_tensors(input_ids=[5, 6], sampling_parameters={"max_tokens": 1}).items():
+        request.inputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
+        raw = serialize_byte_tensor(array).item() if array.dtype == object else array.tobytes()
+        request.raw_input_contents.append(raw)
+    for name in outputs:
+        request.outputs.add(name=name)
+    for name, value in {"sequence_id": 5, "sequence_start": True, "sequence_end": True, **parameters}.items():
+        setattr(request.parameters[name], KINDS[type(value)], value)
+    return request
+
+
+def http_infer(server, outputs=(), **parameters):
+    """The same over HTTP."""
+    inputs = [
+        {"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [5, 6]},
+        {"name": "sampling_parameters", "shape": [1, 1], "datatype": "BYTES", "data": ['{"max_tokens": 1}']},
+    ]
+    parameters = {"sequence_id": 5, "sequence_start": True, "sequence_end": True, **parameters}
+    body = {"inputs": inputs, "parameters": parameters, "outputs": [{"name": name} for name in outputs]}
+    return httpx.post(f"http://{server.http_url}/v2/models/speculative/infer", json=body, timeout=60, trust_env=False)
+
+
+@pytest.fixture
+def stub(triton_server):
+    pid = triton_server.triton_pid()
+    with grpc_core.insecure_channel(triton_server.grpc_url) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    assert triton_server.triton_pid() == pid and triton_server.ready()
+
+
+def test_output_named_twice(triton_server, stub, undisturbed):
+    """Servers before 26.05 take it for one, and over HTTP lose the memory of the others."""
+    for times in (1, 2, 1000):
+        assert [output.name for output in stub.ModelInfer(message(["output_ids"] * times)).outputs] == ["output_ids"]
+        answer = http_infer(triton_server, ["output_ids"] * times).json()
+        assert [output["name"] for output in answer["outputs"]] == ["output_ids"]
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_reserved_parameter_of_a_wrong_kind(triton_server, stub, undisturbed, name):
+    """It is refused by name, over gRPC, its streams and HTTP, whatever the server makes of it."""
+    for value in RESERVED[name]:
+        request = message(**{name: value})
+        with pytest.raises(grpc_core.RpcError) as caught:
+            stub.ModelInfer(request)
+        assert caught.value.code() == grpc_core.StatusCode.INVALID_ARGUMENT
+        wrong = "triton_" if name.startswith("triton_") else name
+        assert wrong in caught.value.details()
+        request.model_name = "generate"
+        [response] = stub.ModelStreamInfer(iter([request]))
+        assert wrong in response.error_message
+        response = http_infer(triton_server, **{name: value})
+        assert response.status_code in (400, 500) and wrong in response.json()["error"]
+
+
 # A key and TLS
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    """An authority, certificates of it for the server and a client, and another authority's client, made by openssl."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates")
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for authority in ("ca", "other-ca"):
-        openssl("req", "-x509", *new_key, "-keyout", f"{authority}.key", "-out", f"{authority}.pem", "-days", "2",
-                "-subj", f"/CN={authority}")  # fmt: skip
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
-    for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other-ca")):
-        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
-                "-CAcreateserial", "-out", f"{name}.pem", "-days", "2", "-extfile", "names")  # fmt: skip
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +229,32 @@ def test_mutual_tls(secured_server, certificates, alone):
     with grpc_client.InferenceServerClient(secured_server.grpc_url) as client:
         with pytest.raises(InferenceServerException):
             client.is_server_live(client_timeout=10)
+
+
+def test_sdk_over_mutual_tls(secured_server, certificates, alone, tmp_path):
+    """Client, asyncio, command line and gateway, each with the certificate that the server wants."""
+    files = [certificates / name for name in ("ca.pem", "client.pem", "client.key")]
+    wanted = alone(PROMPTS[0], **GREEDY).token_ids
+    with Client(secured_server.grpc_url, tls=Tls(*files)) as client:
+        assert client.generate(PROMPTS[0], **GREEDY).token_ids == wanted
+        with client.sequence(PROMPTS[0], **GREEDY) as sequence:
+            assert [token for step in sequence for token in step.token_ids] == wanted
+
+    async def generate():
+        async with AsyncClient(secured_server.grpc_url, tls=Tls(*files)) as client:
+            return await client.generate(PROMPTS[0], **GREEDY)
+
+    assert asyncio.run(generate()).token_ids == wanted
+    options = ["--tls-ca", files[0], "--tls-cert", files[1], "--tls-key", files[2]]
+    command = [COMMANDS / "mtp-client", "health", "--url", secured_server.grpc_url]
+    assert subprocess.run([*command, *options], timeout=60).returncode == 0
+    assert subprocess.run(command, timeout=60).returncode == 1
+    checkpoint = ROOT / "checkpoints" / "deepseek-demo"
+    with running_gateway(secured_server, checkpoint, tmp_path / "log", options) as url:
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    for tls in (None, Tls(files[0]), Tls(certificates / "other-ca.pem", *files[1:])):
+        with Client(secured_server.grpc_url, timeout=10, tls=tls) as client, pytest.raises(Unavailable):
+            client.generate(PROMPTS[0], **GREEDY)
 
 
 def test_server_of_another_authority(secured_server, certificates):

@@ -50,6 +50,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         context.add_callback(lambda: self._open.discard(context))
         errors = {
             "refused": "top_k: got -5; allowed: >= 0",
+            "schema": "structured_output.tool_calls.functions[0].parameters.not: got {}; allowed: not supported",
             "unavailable": "UNAVAILABLE: the engine has ended",
             "breaks": "UNAVAILABLE: the engine has ended",
         }
@@ -60,8 +61,8 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.released.wait(0.01)
         if prompt == "breaks":
             yield self.chunk("a")
-        if prompt in errors:
-            yield service_pb2.ModelStreamInferResponse(error_message=errors[prompt])
+        if (error := errors.get(prompt.removesuffix("<think>"))) is not None:
+            yield service_pb2.ModelStreamInferResponse(error_message=error)
         else:
             for text in CALLS.get(prompt.split("|")[0], THINKING):
                 yield self.chunk(text)

@@ -1,5 +1,6 @@
 """The native CPU operations against the reference in float32, at every instruction set of this machine."""
 
+import math
 import shutil
 
 import pytest
@@ -136,7 +137,7 @@ def test_an_unknown_expert_is_refused():
         OPS.grouped_experts(normal(1, 8), normal(4, 8, 8), normal(4, 8, 4), ids, torch.rand(1, 2))
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(7, 5, 1), (100, 24, 9), (512, 128, 19)])
+@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(7, 5, 1), (100, 24, 9), (512, 128, 19), (530, 200, 40)])
 def test_head_linear_with_rows_along_either_side(outputs, inputs, tokens):
     x, weight = normal(tokens, 3, inputs + 6)[..., 2:-4], normal(3, outputs, inputs) / inputs**0.5
     expected = REFERENCE.head_linear(*wide(x, weight))
@@ -156,3 +157,18 @@ def test_other_types_take_the_reference():
     x, weight = torch.randn(3, 8), torch.randn(4, 8)
     assert torch.equal(OPS.linear(x, weight), REFERENCE.linear(x, weight))
     assert torch.equal(OPS.rms_norm(x, weight[0], 1e-5), REFERENCE.rms_norm(x, weight[0], 1e-5))
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 5), (2, 300), (5, 32_001)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_most_likely_token(rows, vocab, dtype):
+    """Of few different values, so that many are equal; then with −∞, and with NaN, which comes before all others."""
+    logits = torch.randint(-3, 3, (rows, vocab)).to(dtype)
+    for value in (None, -math.inf, math.nan):
+        if value is not None:
+            logits[torch.rand(rows, vocab) < 0.4] = value
+        expected = [
+            max(range(vocab), key=lambda token: (row[token] != row[token], row[token])) for row in logits.tolist()
+        ]
+        assert OPS.most_likely(logits).tolist() == expected == REFERENCE.most_likely(logits).tolist()
+    assert OPS.most_likely(torch.full((2, vocab), -math.inf, dtype=dtype)).tolist() == [0, 0]

@@ -74,6 +74,46 @@ def test_tools(server, form):
     assert untouched.finish_reason == "stop" and "call" in untouched.message.content
 
 
+SUB = {"type": "function", "function": {"name": "sub", "description": "takes away"}}
+FORMS = {
+    "glm_4_5": "<tool_call>{name}<arg_key>",
+    "deepseek_v3_1": "<｜tool▁call▁begin｜>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>name\n```json",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("thinking", ["", "<think>"])
+def test_required_calls(server, form, thinking):
+    """The server is asked for calls in the template's form, behind the reasoning, in place of a response format."""
+    named = {"type": "function", "function": {"name": "sub"}}
+    functions = [ADD["function"], {"name": "sub"}]
+    with running(server.url, "{{ messages[0].content }}{# " + FORMS[form] + " #}" + thinking) as url:
+        for choice, wanted, several in [("required", functions, True), (named, functions[1:], False)]:
+            server.requests.clear()
+            asked = chat("glm|", tools=[ADD, SUB], tool_choice=choice, response_format={"type": "json_object"})
+            answer = post(url, "chat/completions", **asked).json()
+            assert answer["choices"][0]["finish_reason"] == "tool_calls"
+            [request] = server.requests
+            structure = json.loads(request["sampling_parameters"].item())["structured_output"]
+            assert structure.pop("reasoning_end", "") == ("</think>" if thinking else "")
+            assert structure == {"tool_calls": {"template": form, "functions": wanted, "parallel": several}}
+        # The server's refusals name the tool.
+        asked = chat("schema", tools=[ADD, SUB], tool_choice=named)
+        error = post(url, "chat/completions", **asked).json()["error"]
+    assert error["param"] == "tools[1].function"
+    assert error["message"] == "tools[1].function.parameters.not: got {}; allowed: not supported"
+
+
+def test_required_calls_of_an_unknown_template(server):
+    with running(server.url) as url:
+        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+            response = post(url, "chat/completions", **chat("a", tools=[ADD], tool_choice=choice))
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+            assert "the chat template writes calls in no form that is known" in response.json()["error"]["message"]
+        assert post(url, "chat/completions", **chat("a", tools=[ADD], tool_choice="auto")).status_code == 200
+
+
 def test_response_format_behind_the_reasoning(server):
     """The structure holds behind the reasoning that the prompt opens."""
     with running(server.url, "{{ messages[0].content }}<think>") as url:

@@ -8,6 +8,8 @@ from mtp_client.gateway.fields import Passed, Refused
 
 TABLES = {"prompt": fields.COMPLETION, "messages": fields.CHAT}
 TOOL = {"type": "function", "function": {"name": "a"}}
+OTHER = {"type": "function", "function": {"name": "b"}}
+NAMED = {"type": "function", "function": {"name": "a"}}
 BASE = {"prompt": {"model": "m", "prompt": "a"}, "messages": {"model": "m", "messages": [{}]}}
 
 
@@ -96,7 +98,11 @@ def test_refused(given, param):
         ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": [OTHER]}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
 )
@@ -120,6 +126,22 @@ def test_what_becomes_of_chat_fields():
     assert read("messages", tools=[TOOL], parallel_tool_calls=True).tools == [TOOL]
     assert not read("messages", tools=[TOOL], tool_choice="none").tools
     assert not read("messages", parallel_tool_calls=False).tools
+
+
+def test_required_tools():
+    """Which of the tools must be called, and whether more than once."""
+    both = {"tools": [OTHER, TOOL]}
+    for choice, parallel, wanted in [
+        (None, None, ([], False)),
+        ("auto", True, ([], False)),
+        ("none", False, ([], False)),
+        ("required", None, ([0, 1], True)),
+        ("required", False, ([0, 1], False)),
+        (NAMED, None, ([1], False)),
+        (NAMED, False, ([1], False)),
+    ]:
+        asked = read("messages", tool_choice=choice, parallel_tool_calls=parallel, **both)
+        assert (asked.required_tools, asked.several_calls) == wanted
 
 
 def test_refused_chats():
@@ -155,6 +177,13 @@ def test_server_errors(error, status, param, message):
 
 def test_names_of_server_fields():
     """An error names the field that the request has."""
-    names = read("messages", max_completion_tokens=0).names
+    names = read("messages", max_completion_tokens=0).names | {"stop.parts[1]": "given[0]"}
     assert from_server(InvalidArgument("max_tokens: got 0; allowed: 1 …"), names).param == "max_completion_tokens"
     assert from_server(InvalidArgument("text_input: got 5000 tokens; allowed: x"), names).param == "messages"
+    for told, param, message in [
+        ("stop.parts[1].a b: got ': got 5; allowed: '; allowed: x", "given[0]", "given[0].a b: got "),
+        ("stop.parts[10]: got 5; allowed: x", "stop", "stop.parts[10]: got "),
+        ("logit_bias.5: got 1000; allowed: x", "logit_bias", "logit_bias.5: got "),
+    ]:
+        found = from_server(InvalidArgument(told), names)
+        assert found.param == param and str(found).startswith(message)

@@ -50,6 +50,10 @@ CASES = [
     ("So:" + ALL + v31("add", "{}") + v31("add", '{"a": 1}') + ALL_END, "So:", [("add", {}), ("add", {"a": 1})]),
     (ALL + v3("add", '{"a":\n1}') + "\n" + v3("weather", '{"city": "x"}') + ALL_END, "",
      [("add", {"a": 1}), ("weather", {"city": "x"})]),
+    # A marker inside an argument is a part of it.
+    (v31("weather", '{"city": "\\"a' + END + '"}') + "x", "x", [("weather", {"city": '"a' + END})]),
+    (glm("weather", city="a</tool_call>", b=1) + "x", "x", [("weather", {"city": "a</tool_call>", "b": 1})]),
+    (glm("add", a='{"b": ["\t"]}'), "", [("add", {"a": {"b": ["\t"]}})]),
     # No calls, or none that are whole.
     ("<tool_call>add\nnonsense</tool_call>", None, []),
     ("<tool_call></tool_call>", None, []),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = [f"{name}.cpp" for name in ("linear", "heads", "experts", "elementwise", "routing")]
+KERNELS = [f"{name}.cpp" for name in ("linear", "heads", "heads_across", "experts", "elementwise", "routing")]
 
 
 @pytest.mark.slow

@@ -2,31 +2,32 @@
 
 import pytest
 import torch
-from mtp_backend.graphs import recorded
-from mtp_backend.graphs.recorded import RecordedPasses
-from mtp_backend.ops import BatchLayout
+from mtp_backend.cache import Span
+from mtp_backend.graphs import PassBatch, PlainPasses, RecordedPasses, recorded
+from torch.profiler import ProfilerActivity, profile
 
 native = pytest.importorskip("mtp_backend._native")
-EXPERTS = 20
+EXPERTS, BLOCK = 20, 4
 
 
 def normal(*shape):
     return torch.randn(*shape).bfloat16()
 
 
-def layout(*lengths, kv=None, block_size=4):
+def spans(*lengths, kv=None):
     """Sequences of these numbers of new tokens, whose blocks follow each other."""
-    kv = kv or lengths
-    blocks = [-(-length // block_size) for length in kv]
-    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)
-    slots, positions, first = [], [], 0
-    for row, (count, length, own) in enumerate(zip(lengths, kv, blocks, strict=True)):
-        tables[row, :own] = torch.arange(first, first + own)
-        positions += range(length - count, length)
-        slots += range(first * block_size + length - count, first * block_size + length)
+    made, first = [], 0
+    for count, length in zip(lengths, kv or lengths, strict=True):
+        own = -(-length // BLOCK)
+        made.append(Span(list(range(first, first + own)), length - count, count))
         first += own
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    return BatchLayout(torch.tensor(positions), torch.tensor(slots), ends, list(kv), tables)
+    return made
+
+
+def run(passes, name, function, x, where, token_ids=None):
+    """One result of a function of one pass over rows x."""
+    [result] = passes.run(name, lambda batch: (function(batch),), token_ids or [0] * len(x), [where], [x])
+    return result
 
 
 @pytest.fixture
@@ -37,8 +38,9 @@ def network():
     cache = [normal(64, 4, 2, 16) for _ in range(2)]
     router, bias = torch.randn(EXPERTS, 64), torch.zeros(EXPERTS)
 
-    def forward(inputs, where):
-        x = native.linear(inputs[0], weight)
+    def forward(batch):
+        where = batch.layouts[0]
+        x = native.linear(batch.hidden, weight)
         ids, shares = native.select_experts(native.wide_linear(x, router), bias, 3, 1, 1, True, 1.0)
         x = native.add(native.grouped_experts(x, gate_up, down, ids, shares), x)
         query = x.unflatten(1, (4, 16))
@@ -68,104 +70,132 @@ def count(monkeypatch):
 
 def test_same_as_performed(network, threads, count):
     """Whatever the lengths and contents of a shape, and in whichever order shapes come."""
-    passes = RecordedPasses(max_tokens=40)
+    passes, plain = RecordedPasses(40, BLOCK, 64), PlainPasses(BLOCK, torch.device("cpu"))
     batches = [
-        layout(3, 2),
-        layout(1, 4),
-        layout(1),
-        layout(2, 3, kv=[7, 90]),
-        layout(40),
-        layout(1, kv=[200]),
-        layout(4, 1, kv=[5, 6]),
+        spans(3, 2),
+        spans(1, 4),
+        spans(1),
+        spans(2, 3, kv=[7, 90]),
+        spans(40),
+        spans(1, kv=[200]),
+        spans(4, 1, kv=[5, 6]),
     ]
     for _ in range(2):
         for where in batches:
-            x = normal(len(where.positions), 32)
-            result = passes.run("network", network, [x], where)
-            assert torch.equal(result, network([x], where))
-    # (5, 2) with tables of 1 and of 32 blocks and of 2, (1, 1) with 1 and with 64, and (40, 1).
-    assert len(count) == 6
+            x = normal(sum(span.length for span in where), 32)
+            result = run(passes, "network", network, x, where).clone()
+            assert torch.equal(result, run(plain, "network", network, x, where))
+    assert len(count) == 3  # (5, 2), (1, 1) and (40, 1), whatever the lengths of their texts
 
 
-def test_results_stay(network):
-    passes = RecordedPasses(max_tokens=8)
-    results = [passes.run("network", network, [normal(2, 32)], layout(2)) for _ in range(3)]
-    kept = [result.clone() for result in results]
-    passes.run("network", network, [normal(2, 32)], layout(2))
-    passes.run("network", network, [normal(3, 32)], layout(3))
-    assert all(map(torch.equal, results, kept))
+def test_several_passes(network, threads, count):
+    """A function with a layout for each of its passes, and the rows of the sequences' last tokens."""
+    passes, plain = RecordedPasses(40, BLOCK, 64), PlainPasses(BLOCK, torch.device("cpu"))
+
+    def function(batch):
+        rows = native.rows(network(batch), batch.last)
+        made = []
+        for layout in batch.layouts[1:]:
+            made.append(network(PassBatch(batch.tokens, rows[:, :32], [layout])))
+        return (rows, *made, None)
+
+    for lengths in ([3, 2], [1, 4], [2, 2]):
+        first = spans(*lengths, kv=[30, 18])
+        where = [first] + [
+            [Span(own.block_table, own.start + own.length + step, 1) for own in first] for step in (0, 1)
+        ]
+        x = normal(sum(lengths), 32)
+        kept = [None if own is None else own.clone() for own in passes.run("all", function, [0] * len(x), where, [x])]
+        expected = plain.run("all", function, [0] * len(x), where, [x])
+        assert len(kept) == len(expected) == 4 and kept[3] is None
+        assert all(map(torch.equal, kept[:3], expected[:3]))
+    assert len(count) == 2  # five tokens, and four
 
 
 def test_larger_batches_are_not_recorded(network, count):
-    RecordedPasses(max_tokens=4).run("network", network, [normal(5, 32)], layout(5))
+    run(RecordedPasses(4, BLOCK, 64), "network", network, normal(5, 32), spans(5))
     assert not count
 
 
 def test_longest_unused_shape_is_forgotten(network, monkeypatch):
     monkeypatch.setattr(recorded, "MOST_PROGRAMS", 2)
-    passes = RecordedPasses(max_tokens=9)
+    passes = RecordedPasses(9, BLOCK, 64)
     counts = []
     for size in (1, 2, 1, 3, 1, 2):
-        passes.run("network", network, [normal(size, 32)], layout(size))
+        run(passes, "network", network, normal(size, 32), spans(size))
         counts.append(passes.num_recorded)
     assert counts == [1, 2, 2, 3, 3, 4]
 
 
 def test_functions_are_told_apart():
-    passes = RecordedPasses(max_tokens=4)
+    passes = RecordedPasses(4, BLOCK, 64)
     x = normal(2, 32)
     for _ in range(2):
-        assert torch.equal(passes.run("twice", lambda given, _: native.add(given[0], given[0]), [x], layout(2)), x + x)
-        assert torch.equal(
-            passes.run("swiglu", lambda given, _: native.swiglu(given[0]), [x], layout(2)), native.swiglu(x)
-        )
+        twice = run(passes, "twice", lambda batch: native.add(batch.hidden, batch.hidden), x, spans(2))
+        assert torch.equal(twice, x + x)
+        gated = run(passes, "swiglu", lambda batch: native.swiglu(batch.hidden), x, spans(2))
+        assert torch.equal(gated, native.swiglu(x))
 
 
 def test_memory_is_shared(network):
-    """What one shape's tensors have left, the next one takes."""
-    passes = RecordedPasses(max_tokens=16)
-    for size in range(16, 0, -1):
-        passes.run("network", network, [normal(size, 32)], layout(size))
-    largest = RecordedPasses(max_tokens=16)
-    largest.run("network", network, [normal(16, 32)], layout(16))
-    # Each keeps its result of 128 bytes a token; alone they would have eight times the memory of the largest.
-    assert passes._pool.num_bytes <= 3 * largest._pool.num_bytes + 2 * 128 * sum(range(17))
+    """What one shape's tensors have left, the next one takes, results too."""
+    passes, largest = RecordedPasses(16, BLOCK, 64), RecordedPasses(16, BLOCK, 64)
+    run(largest, "network", network, normal(16, 32), spans(16))
+    run(passes, "network", network, normal(16, 32), spans(16))
+    for size in range(16, 8, -1):  # buffers of up to twice the size are taken
+        run(passes, "network", network, normal(size, 32), spans(size))
+    assert passes._pool.num_bytes <= 1.2 * largest._pool.num_bytes
 
 
 def test_torch_is_refused_by_name():
-    passes = RecordedPasses(max_tokens=4)
+    passes = RecordedPasses(4, BLOCK, 64)
     for _ in range(2):  # nothing is left of the first attempt
         with pytest.raises(NotImplementedError, match=r"aten\.mul\.Tensor cannot be recorded"):
-            passes.run("scaled", lambda given, _: native.swiglu(given[0]) * 2, [normal(2, 32)], layout(2))
-    assert passes.run("plain", lambda given, _: native.swiglu(given[0]), [normal(2, 32)], layout(2)).shape == (2, 16)
+            run(passes, "scaled", lambda batch: native.swiglu(batch.hidden) * 2, normal(2, 32), spans(2))
+    assert run(passes, "plain", lambda batch: native.swiglu(batch.hidden), normal(2, 32), spans(2)).shape == (2, 16)
 
 
 def test_errors_come_out_of_a_program(threads):
     """Checks that depend on values are made again."""
-    passes = RecordedPasses(max_tokens=4)
-    weights = normal(EXPERTS, 32, 64), normal(EXPERTS, 64, 16)
+    passes = RecordedPasses(4, BLOCK, 64)
+    weights, shares = (normal(EXPERTS, 32, 64), normal(EXPERTS, 64, 16)), torch.ones(1, 2)
+    x = normal(2, 64)
 
-    def forward(given, _):
-        return native.grouped_experts(given[0], *weights, given[1], given[2])
+    def forward(batch):
+        return native.grouped_experts(batch.hidden[:1], *weights, batch.tokens.view(1, 2), shares)
 
-    for ids, wrong in (([[1, 2]], False), ([[1, EXPERTS]], True), ([[3, 0]], False)):
-        given = [normal(1, 64), torch.tensor(ids), torch.ones(1, 2)]
+    for ids, wrong in (([1, 2], False), ([1, EXPERTS], True), ([3, 0], False)):
         if wrong:
             with pytest.raises(RuntimeError, match=f"ids: {EXPERTS}; allowed: 0 to {EXPERTS - 1}"):
-                passes.run("experts", forward, given, layout(1))
+                run(passes, "experts", forward, x, spans(2), ids)
         else:
-            assert torch.equal(passes.run("experts", forward, given, layout(1)), forward(given, None))
+            expected = native.grouped_experts(x[:1], *weights, torch.tensor([ids]), shares)
+            assert torch.equal(run(passes, "experts", forward, x, spans(2), ids), expected)
 
 
 def test_indices_are_checked_again():
     """A recorded pass reads no row that a table does not have."""
-    passes = RecordedPasses(max_tokens=4)
+    passes = RecordedPasses(4, BLOCK, 64)
     table = normal(5, 8)
     for index, wrong in ((4, False), (5, True), (-1, True), (0, False)):
-        given = [torch.tensor([index])]
+        given = "rows", lambda batch: native.rows(table, batch.tokens), normal(1, 8), spans(1), [index]
         if wrong:
             with pytest.raises(RuntimeError, match=f"indices: {index}; allowed: 0 to 4"):
-                passes.run("rows", lambda own, _: native.rows(table, own[0]), given, layout(1))
+                run(passes, *given)
         else:
-            result = passes.run("rows", lambda own, _: native.rows(table, own[0]), given, layout(1))
-            assert torch.equal(result, table[index : index + 1])
+            assert torch.equal(run(passes, *given), table[index : index + 1])
+
+
+def test_a_profiler_sees_the_operations(network):
+    """Of a recorded pass as of one that is called."""
+    passes = RecordedPasses(4, BLOCK, 64)
+    wanted = {
+        "mtp::linear": 1, "mtp::select_experts": 1, "mtp::grouped_experts": 1, "mtp::gqa_attention": 1,
+        "mtp::write_cache": 2, "mtp::add": 1, "mtp::wide_linear": 1,
+    }  # fmt: skip
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run(passes, "network", network, normal(2, 32), spans(2))
+        events = {event.key: event.count for event in seen.key_averages() if event.key.startswith("mtp::")}
+        assert events.keys() == wanted.keys()
+        assert all(events[name] >= count for name, count in wanted.items())  # a recorded one has several phases

@@ -216,6 +216,9 @@ def test_same_sequence_settings():
     assert settings[0] == settings[1]
 
 
+ENVIRONMENT = 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "/tmp/a.tar.gz" } }'
+
+
 def test_no_sequence_id_as_control_input():
     """A long text as id overwrites memory of servers before 25.01 where a model declares such an input."""
     check_models(TEMPLATES)
@@ -229,4 +232,15 @@ def test_sequence_id_as_control_input_is_refused(tmp_path):
     control = 'control_input [ { name: "ID" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] } ]'
     config.write_text(config.read_text().replace("  oldest", f"  {control}\n  oldest"))
     with pytest.raises(InvalidArgument, match="draft/config.pbtxt: got 'CONTROL_SEQUENCE_CORRID'; allowed: no control"):
+        check_models(tmp_path / "repository")
+
+
+def test_archive_of_an_environment_is_refused(tmp_path):
+    """Servers before 26.06 unpack it to wherever its entries say."""
+    assert create(tmp_path / "repository") == 0
+    config = tmp_path / "repository" / "draft" / "config.pbtxt"
+    config.write_text(config.read_text() + "# EXECUTION_ENV_PATH\n")
+    check_models(tmp_path / "repository")
+    config.write_text(config.read_text() + ENVIRONMENT + "\n")
+    with pytest.raises(InvalidArgument, match="draft/config.pbtxt: got 'EXECUTION_ENV_PATH'"):
         check_models(tmp_path / "repository")

@@ -18,7 +18,7 @@ def installation(tmp_path, monkeypatch):
     for name in (*tritonserver.RUNTIME, tritonserver.STUB):
         (backend / name).write_text(name)
     program = root / "bin" / "tritonserver"
-    program.write_text('#!/bin/sh\necho "$@"; echo "$PATH"; echo "$LD_LIBRARY_PATH"\n')
+    program.write_text('#!/bin/sh\necho "$@"; echo "$PATH"; echo "$LD_LIBRARY_PATH"; ulimit -S -d; ulimit -H -d\n')
     program.chmod(0o755)
     monkeypatch.setenv("TRITONSERVER_BIN", str(program))
     return root
@@ -34,6 +34,7 @@ def test_install(installation, tmp_path):
     lines = subprocess.run([launcher, "--http-port=5"], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0] == f"--backend-directory={tmp_path}/server/backends --http-port=5"
     assert lines[1].startswith(f"{os.path.dirname(os.sys.executable)}:")
+    assert lines[3:] == [str(tritonserver.SERVER_MEMORY_KIB), "unlimited"]
 
 
 def test_install_again(installation, tmp_path):

@@ -27,10 +27,11 @@ from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verdict, Verifier
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.graphs import (
-    DraftChain,
     EagerTarget,
     GraphContext,
     GraphTarget,
+    RecordedPasses,
+    chain_for,
     graph_mode_for,
     make_buckets,
     num_dummy_blocks,
@@ -119,17 +120,20 @@ class Engine:
             num_mtp=min(num_draft_layers, source.num_modules if source else 0),
             dtype=dtype,
             device=self.device,
-            max_positions=max(longest, MOST_LATENT_ROWS),  # dummy requests of padded batches are this long
+            # Dummy requests stand at the first positions, wherever in a block.
+            max_positions=max(longest, MOST_LATENT_ROWS, config.block_size),
             ops=ops,
             mtp_source=source,
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype)
+        max_blocks = -(-longest // config.block_size)
+        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype, max_blocks)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
-        # Dummy requests of padded batches write blocks behind those of the pool.
-        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if mode else 0
+        # What pads a batch or a chain of drafts writes blocks behind those of the pool.
+        pads = mode or isinstance(passes, RecordedPasses)
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if pads else 0
         cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
@@ -139,7 +143,7 @@ class Engine:
             passes,
             mode,
             buckets,
-            max_blocks=-(-longest // config.block_size),
+            max_blocks=max_blocks,
             dummy_block=num_blocks,
         )
         self._prefix = PrefixReuse(self.pool, num_draft_layers, config.enable_prefix_caching, self.totals.prefix)
@@ -151,8 +155,7 @@ class Engine:
         self._drafter = None
         if networks.mtp:
             self._drafter = drafter_for(config.speculative, graphs)
-            if mode and not config.speculative.use_mtp_vanilla:
-                self._drafter.chain = DraftChain(config.speculative, graphs)
+            self._drafter.chain = chain_for(config.speculative, graphs)
         self._stopwatch = Stopwatch(self.totals.seconds, clock)
         self._drafting = Drafting(
             self._drafter,
@@ -337,7 +340,6 @@ class Engine:
         """Whether `step` has anything to do."""
         return self._drafting.has_work or self.scheduler.has_work
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One device batch: verify, accept, commit, draft.
 
@@ -352,9 +354,9 @@ class Engine:
             self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
             num_recorded = self._passes.num_recorded
             self.draft_length.start_pass()
-            computed, logits = self._runner.run(batch)
+            computed, scores = self._runner.run(batch)
             drawing = [share for share in batch if share.samples]
-            verdicts = iter(self._verifier.verify(drawing, logits) if drawing else [])
+            verdicts = iter(self._verifier.verify(drawing, scores) if drawing else [])
             self._stopwatch.verified()
             for share, done in zip(batch, computed, strict=True):
                 output = self._advance(share, done, next(verdicts) if share.samples else None)
@@ -394,7 +396,7 @@ class Engine:
             sequence.draft_ids, sequence.draft_probs = [], []
             output = StepOutput(sequence, committed, accepted)
         if self._drafter is not None:
-            rows = computed.hidden[: num_computed - sequence.num_computed]
+            rows = computed.hidden(num_computed - sequence.num_computed)
             if sequence.hidden is not None:
                 rows = torch.cat([sequence.hidden, rows])
             elif sequence.paced:

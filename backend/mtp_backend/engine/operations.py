@@ -10,7 +10,7 @@ from mtp_backend.engine.measure import Bench
 
 
 def operation_seconds(bench: Bench, prompts: Sequence[list[int]], num_tokens: int, num_drafts: int) -> dict[str, float]:
-    """CPU seconds of a step by operation of the tensor library, without those that it calls; the longest first.
+    """CPU seconds of a step by operation, torch's and our own, without those that it calls; the longest first.
 
     The profiler slows small operations down. Steps over prompts are left out.
     """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mtp_backend.cache import Span
 from mtp_backend.engine.scheduler import Scheduled
-from mtp_backend.graphs import TargetPass
+from mtp_backend.graphs import TargetPass, TargetRows
 from mtp_backend.models import Networks
 from mtp_backend.sampling.logprobs import Logprob, token_logprobs
 
@@ -17,19 +17,39 @@ LOGPROB_ROWS = 64  # rows of logits held at a time for a prompt: a row is as wid
 
 
 @dataclass
+class Scores:
+    """What the tokens of a step are drawn from.
+
+    Attributes:
+        logits: of all rows that draw, after their sequences' processors, [Σ (1 + k), vocab].
+        most_likely: the most likely token of each row, where the pass has told.
+    """
+
+    logits: Tensor
+    most_likely: list[int] | None = None
+
+
+@dataclass
 class Computed:
     """What a pass of the target network gave for one share of a batch.
 
     Attributes:
-        hidden: its rows [fed tokens, H].
+        rows: hidden rows of the whole batch, [T, H].
+        first, length: the share's own begin with `first`.
         prompt_logprobs: for the next tokens of the prompt, if the request asks for them.
         logits: of its last committed token and its drafts, as the network gives them, [1 + k, vocab]; None for a share
-            that does not reach the end of its text.
+            that does not reach the end of its text, and where no request of the batch wants log-probabilities.
     """
 
-    hidden: Tensor
-    prompt_logprobs: list[dict[int, Logprob]]
+    rows: Tensor
+    first: int
+    length: int
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     logits: Tensor | None = None
+
+    def hidden(self, count: int) -> Tensor:
+        """The first rows of the share, [count, H]."""
+        return self.rows[self.first : self.first + count]
 
 
 class TargetRunner:
@@ -39,12 +59,12 @@ class TargetRunner:
         self._networks = networks
         self._target = target
 
-    def run(self, batch: list[Scheduled]) -> tuple[list[Computed], Tensor | None]:
+    def run(self, batch: list[Scheduled]) -> tuple[list[Computed], Scores | None]:
         """One pass of the target network over the shares of a batch.
 
         Returns:
-            What it gave for each share, and the logits of those that reach the end of their text after their
-            processors, [Σ (1 + k), vocab]; None if there are none.
+            What it gave for each share, and the scores of those that reach the end of their text; None if there are
+            none. The next pass may write both again.
         """
         token_ids: list[int] = []
         spans: list[Span] = []
@@ -53,26 +73,33 @@ class TargetRunner:
             fed = sequence.token_ids[start : start + share.num_tokens] + share.draft_ids
             spans.append(Span(sequence.block_table, start, len(fed)))
             token_ids += fed
-        hidden = self._target.run(token_ids, spans)
-        parts = hidden.split([span.length for span in spans])
-        computed = [
-            Computed(rows, self._prompt_logprobs(share, rows)) for share, rows in zip(batch, parts, strict=True)
-        ]
+        all_draw = all(share.samples and share.num_tokens == 1 for share in batch)
+        rows = self._target.run(token_ids, spans, all_logits=all_draw)
+        computed, first = [], 0
+        for share, span in zip(batch, spans, strict=True):
+            done = Computed(rows.hidden, first, span.length)
+            if share.sequence.params.prompt_logprobs is not None:
+                done.prompt_logprobs = self._prompt_logprobs(share, done.hidden(span.length))
+            computed.append(done)
+            first += span.length
         drawing = [(share, done) for share, done in zip(batch, computed, strict=True) if share.samples]
-        return computed, self._logits(drawing) if drawing else None
+        return computed, self._scores(drawing, rows) if drawing else None
 
-    def _logits(self, drawing: list[tuple[Scheduled, Computed]]) -> Tensor:
+    def _scores(self, drawing: list[tuple[Scheduled, Computed]], rows: TargetRows) -> Scores:
         counts = [1 + len(share.draft_ids) for share, _ in drawing]
-        rows = [done.hidden[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
-        logits = self._networks.target.logits(torch.cat(rows))
-        for (_, done), own in zip(drawing, logits.split(counts), strict=True):
-            done.logits = own
-        return self._processed(logits, drawing, counts)
+        logits = rows.logits
+        if logits is None:
+            parts = [done.hidden(done.length)[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
+            logits = self._networks.target.logits(torch.cat(parts))
+        if any(share.sequence.params.logprobs is not None for share, _ in drawing):
+            for (_, done), own in zip(drawing, logits.split(counts), strict=True):
+                done.logits = own
+        if any(share.sequence.processors for share, _ in drawing):
+            return Scores(self._processed(logits, drawing, counts))
+        return Scores(logits, None if rows.most_likely is None else rows.most_likely.tolist())
 
     def _processed(self, logits: Tensor, drawing: list[tuple[Scheduled, Computed]], counts: list[int]) -> Tensor:
-        """The logits after the processors of their sequences; the same tensor if there are none."""
-        if not any(share.sequence.processors for share, _ in drawing):
-            return logits
+        """The logits after the processors of their sequences."""
         processed = logits.to(torch.float32, copy=True)
         for (share, _), own in zip(drawing, processed.split(counts), strict=True):
             for processor in share.sequence.processors:
@@ -85,8 +112,6 @@ class TargetRunner:
         A sequence that is computed again after preemption has had its first ones before.
         """
         sequence = share.sequence
-        if sequence.params.prompt_logprobs is None:
-            return []
         start = sequence.num_computed
         first = max(start, len(sequence.prompt_logprobs))
         behind = min(start + share.num_tokens, sequence.num_prompt_tokens - 1)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from mtp_backend.config import SpeculativeConfig
+from mtp_backend.engine.runner import Scores
 from mtp_backend.engine.scheduler import Scheduled
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling.noise import ACCEPT, exponential, stream_start, uniform
@@ -71,42 +72,41 @@ class Verifier:
         """Whether a text thinks after these tokens; False unless the rule asks."""
         return self._method == "lossy_relaxed" and self._relaxation.is_thinking(token_ids, thinking)
 
-    def verify(self, shares: list[Scheduled], logits: Tensor) -> list[Verdict]:
+    def verify(self, shares: list[Scheduled], scores: Scores) -> list[Verdict]:
         """Draws and accepts.
 
         Args:
             shares: those that reach the end of their text.
-            logits: of each share's last committed token and drafts, after its processors, [Σ (1 + k), vocab].
+            scores: of each share's last committed token and drafts.
         """
-        rows = list(logits.split([1 + len(share.draft_ids) for share in shares]))
         weighing = [self._weighs(share) for share in shares]
-        drawn = [index for index, weighs in enumerate(weighing) if not weighs]
-        weighed = [index for index, weighs in enumerate(weighing) if weighs]
-        if not weighed:
-            return self._by_draws(shares, rows, logits)
+        if not any(weighing):
+            return self._by_draws(shares, scores)
+        rows = scores.logits.split([1 + len(share.draft_ids) for share in shares])
         verdicts: dict[int, Verdict] = {}
-        for chosen, rule in ((drawn, self._by_draws), (weighed, self._by_probabilities)):
+        for weighs, rule in ((False, self._by_draws), (True, self._by_probabilities)):
+            chosen = [index for index, own in enumerate(weighing) if own is weighs]
             if chosen:
-                own = [rows[index] for index in chosen]
-                verdicts |= zip(chosen, rule([shares[index] for index in chosen], own, torch.cat(own)), strict=True)
+                own = Scores(torch.cat([rows[index] for index in chosen]))
+                verdicts |= zip(chosen, rule([shares[index] for index in chosen], own), strict=True)
         return [verdicts[index] for index in range(len(shares))]
 
     def _weighs(self, share: Scheduled) -> bool:
         sampled = share.sequence.params.temperature > 0
         return self._config.uses_draft_probs and sampled and bool(share.draft_ids)
 
-    def _by_draws(self, shares: list[Scheduled], rows: list[Tensor], logits: Tensor) -> list[Verdict]:
-        """`logits` are the rows of all shares together."""
+    def _by_draws(self, shares: list[Scheduled], scores: Scores) -> list[Verdict]:
         params, positions = [], []
-        for share, own in zip(shares, rows, strict=True):
-            params += [share.sequence.params] * len(own)
-            first = len(share.sequence.token_ids)
-            positions += range(first, first + len(own))
-        tokens = iter(sample(logits, params, positions))
-        drawn = [[next(tokens) for _ in own] for own in rows]
+        for share in shares:
+            count, first = 1 + len(share.draft_ids), len(share.sequence.token_ids)
+            params += [share.sequence.params] * count
+            positions += range(first, first + count)
+        tokens = iter(sample(scores.logits, params, positions, scores.most_likely))
+        drawn = [[next(tokens) for _ in range(1 + len(share.draft_ids))] for share in shares]
         accepted = [count_accepted(share.draft_ids, own) for share, own in zip(shares, drawn, strict=True)]
         drafted = [index for index, share in enumerate(shares) if share.draft_ids]
         if self._method.startswith("lossy_") and drafted:
+            rows = scores.logits.split([len(own) for own in drawn])
             counts = self._lossy([shares[i] for i in drafted], [rows[i] for i in drafted], [drawn[i] for i in drafted])
             for index, count in zip(drafted, counts, strict=True):
                 accepted[index] = count
@@ -132,11 +132,12 @@ class Verifier:
         accepted, _ = self._relaxation.verify(ids, num_drafts, target_ids, probs, thinking)
         return accepted.tolist()
 
-    def _by_probabilities(self, shares: list[Scheduled], rows: list[Tensor], logits: Tensor) -> list[Verdict]:
+    def _by_probabilities(self, shares: list[Scheduled], scores: Scores) -> list[Verdict]:
         ids, num_drafts = _padded(shares)
-        params = [share.sequence.params for share, own in zip(shares, rows, strict=True) for _ in own]
-        probs = filter_logits(logits.cpu(), params).softmax(-1).split([len(own) for own in rows])
-        vocab = rows[0].shape[1]
+        counts = [1 + len(share.draft_ids) for share in shares]
+        params = [share.sequence.params for share, count in zip(shares, counts, strict=True) for _ in range(count)]
+        probs = filter_logits(scores.logits.cpu(), params).softmax(-1).split(counts)
+        vocab = scores.logits.shape[1]
         target = torch.zeros(len(shares), ids.shape[1] + 1, vocab)
         draft = torch.zeros(len(shares), ids.shape[1], vocab)
         for index, (share, own) in enumerate(zip(shares, probs, strict=True)):

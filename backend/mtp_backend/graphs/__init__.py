@@ -2,24 +2,30 @@
 
 from mtp_backend.config import EngineConfig
 from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
-from mtp_backend.graphs.chain import DraftChain
+from mtp_backend.graphs.chain import DraftChain, RecordedChain, chain_for
 from mtp_backend.graphs.mode import GraphContext, GraphMode
 from mtp_backend.graphs.own_signals import own_signals
-from mtp_backend.graphs.recorded import Passes, PlainPasses, RecordedPasses, passes_for
-from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass
+from mtp_backend.graphs.passes import Function, PassBatch, Passes, PlainPasses
+from mtp_backend.graphs.recorded import RecordedPasses, passes_for
+from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass, TargetRows
 from mtp_backend.ops import Ops
 
 __all__ = [
     "Bucket",
     "DraftChain",
     "EagerTarget",
+    "Function",
     "GraphContext",
     "GraphMode",
     "GraphTarget",
+    "PassBatch",
     "Passes",
     "PlainPasses",
+    "RecordedChain",
     "RecordedPasses",
     "TargetPass",
+    "TargetRows",
+    "chain_for",
     "graph_mode_for",
     "make_buckets",
     "num_dummy_blocks",

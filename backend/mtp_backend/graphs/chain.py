@@ -1,4 +1,4 @@
-"""The chain of draft passes of MTP Eagle as one graph."""
+"""The chain of draft passes of MTP Eagle as one graph, or recorded as one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from mtp_backend.cache import Span
 from mtp_backend.config import SpeculativeConfig
 from mtp_backend.graphs.buckets import Bucket, choose
 from mtp_backend.graphs.mode import Graph, GraphContext
+from mtp_backend.graphs.passes import Function, PassBatch
+from mtp_backend.graphs.recorded import RecordedPasses
 from mtp_backend.graphs.static_batch import StaticBatch
 
 
@@ -72,23 +74,77 @@ class DraftChain:
 
     def _make(self, bucket: Bucket) -> _Chain:
         context, config = self._context, self._config
-        mtp, rotary = context.networks.mtp[0], context.networks.rotary
-        [cache] = context.cache.layers[-config.num_draft_layers :]
         single = Bucket(bucket.num_sequences, 1)
         first = context.static_batch(bucket)
         batches = [first] + [context.static_batch(single) for _ in range(config.num_speculative_tokens - 1)]
-        size = context.networks.config.hidden_size
-        hidden = torch.zeros(bucket.num_tokens, size, dtype=cache[0].dtype, device=context.device)
+        dtype = context.draft_cache[0].dtype
+        hidden = torch.zeros(bucket.num_tokens, context.networks.config.hidden_size, dtype=dtype, device=context.device)
+        drafts = chained_drafts(config, context)
 
         def forward() -> Tensor:
-            rows = mtp(first.tokens, hidden, rotary, first.layout, cache, config.mask_pos0)[first.last]
-            normed = mtp.normed(rows)
-            drafts = [mtp.logits(normed).argmax(-1)]
-            for batch in batches[1:]:
-                carry = normed if config.mtp_carry == "normed" else rows
-                rows = mtp(drafts[-1], carry, rotary, batch.layout, cache, config.mask_pos0)
-                normed = mtp.normed(rows)
-                drafts.append(mtp.logits(normed).argmax(-1))
-            return torch.stack(drafts, dim=1)
+            batch = PassBatch(first.tokens, hidden, [batch.layout for batch in batches])
+            batch.last = first.last
+            return torch.stack(drafts(batch), dim=1)
 
         return _Chain(hidden, batches, context.mode.graph(forward))
+
+
+class RecordedChain:
+    """All draft passes of greedy sequences, recorded as one on a CPU."""
+
+    def __init__(self, config: SpeculativeConfig, context: GraphContext) -> None:
+        self._context = context
+        self._drafts = chained_drafts(config, context)
+
+    def run(
+        self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
+    ) -> list[list[int]] | None:
+        """As `DraftChain.run`; None if no drafts are wanted."""
+        passes = [spans]
+        for index in range(1, max(num_drafts)):
+            passes.append(
+                [
+                    Span(span.block_table, span.start + span.length + index - 1, 1)
+                    if index < wanted
+                    else self._dummy(row)
+                    for row, (span, wanted) in enumerate(zip(spans, num_drafts, strict=True))
+                ]
+            )
+        if not max(num_drafts):
+            return None
+        drafts = self._context.passes.run("drafts", self._drafts, token_ids, passes, hidden)
+        made = [own.tolist() for own in drafts]
+        return [[own[row] for own in made[:wanted]] for row, wanted in enumerate(num_drafts)]
+
+    def _dummy(self, row: int) -> Span:
+        """Stands in place of a sequence that wants no more drafts; a slot for each row."""
+        block, offset = divmod(row, self._context.block_size)
+        return Span([self._context.dummy_block + block], offset, 1)
+
+
+def chained_drafts(config: SpeculativeConfig, context: GraphContext) -> Function:
+    """The function of a chain: a draft of each sequence, int64 [R], from each layout of its batch."""
+    mtp, rotary, ops = context.networks.mtp[0], context.networks.rotary, context.networks.mtp[0].ops
+    cache = context.draft_cache
+
+    def drafts(batch: PassBatch) -> tuple[Tensor, ...]:
+        made: list[Tensor] = []
+        rows = mtp(batch.tokens, batch.hidden, rotary, batch.layouts[0], cache, config.mask_pos0)
+        rows = ops.rows(rows, batch.last)
+        for layout in batch.layouts[1:]:
+            normed = mtp.normed(rows)
+            made.append(ops.most_likely(mtp.logits(normed)))
+            carry = normed if config.mtp_carry == "normed" else rows
+            rows = mtp(made[-1], carry, rotary, layout, cache, config.mask_pos0)
+        return (*made, ops.most_likely(mtp.logits(mtp.normed(rows))))
+
+    return drafts
+
+
+def chain_for(config: SpeculativeConfig, context: GraphContext) -> DraftChain | RecordedChain | None:
+    """The chain of a graph mode or of recorded passes; None where drafts are made pass by pass."""
+    if config.use_mtp_vanilla:
+        return None
+    if context.mode:
+        return DraftChain(config, context)
+    return RecordedChain(config, context) if isinstance(context.passes, RecordedPasses) else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtp_backend.cache import KVCache
 from mtp_backend.graphs.buckets import Bucket
-from mtp_backend.graphs.recorded import Passes
+from mtp_backend.graphs.passes import Passes
 from mtp_backend.graphs.static_batch import StaticBatch
 from mtp_backend.models import Networks
 from mtp_backend.ops import BatchLayout
@@ -72,6 +72,11 @@ class GraphContext:
     def target_caches(self) -> list[tuple[Tensor, ...]]:
         """The cache tensors of the target's layers."""
         return self.cache.layers[: self.networks.config.num_hidden_layers]
+
+    @property
+    def draft_cache(self) -> tuple[Tensor, ...]:
+        """The cache tensors of the first MTP layer."""
+        return self.cache.layers[self.networks.config.num_hidden_layers]
 
     def static_batch(self, bucket: Bucket) -> StaticBatch:
         """Inputs of a bucket's graph."""

@@ -1,98 +1,82 @@
-"""Passes of networks on a CPU: as they are, or recorded once for each shape and performed again."""
+"""Passes that are recorded once for each shape and performed again, on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from array import array
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtp_backend.cache import Span
 from mtp_backend.config import EngineConfig
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.graphs.passes import Function, PassBatch, Passes, PlainPasses
 from mtp_backend.models import Networks
 from mtp_backend.ops import BatchLayout, Ops
 
-Function = Callable[[list[Tensor], BatchLayout], Tensor]
 MOST_PROGRAMS = 256  # about a megabyte each for 24 layers of width 1,024
 # What makes a tensor without computing. `new_tensor` of the native operations uses them too.
 VIEWS = {"alias", "detach", "empty", "expand", "flatten", "narrow", "permute", "select", "slice", "split"}
 VIEWS |= {"split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view", "_unsafe_view", "mT"}
 
 
-class Passes(Protocol):
-    """How a network's function is called.
-
-    Attributes:
-        num_recorded: shapes that were recorded so far; a pass that does takes much longer than the next one.
-    """
-
-    num_recorded: int
-
-    def run(self, name: str, function: Function, inputs: list[Tensor], layout: BatchLayout) -> Tensor:
-        """function(inputs, layout).
-
-        Args:
-            name: the function's; always given with the same one.
-        """
-
-
-class PlainPasses:
-    """Operation by operation, from Python."""
-
-    num_recorded = 0
-
-    def run(self, name: str, function: Function, inputs: list[Tensor], layout: BatchLayout) -> Tensor:
-        return function(inputs, layout)
-
-
 class RecordedPasses:
-    """Records the operations of a function when a shape is first met; the next batches of the shape are copied into the
+    """Records the operations of a function when a shape is first met. The next batches of the shape are copied into the
     same tensors, and the operations performed in one parallel region, without Python, torch or new memory between them.
 
-    A shape is that of the inputs, the number of sequences, and the blocks of the longest rounded up to a power of two.
-    No batch is padded with tokens. Recorded functions read and write tensors of fixed address only, and by native
-    operations only; any other fails by its name.
+    A shape is the numbers of tokens, sequences and passes. No batch is padded. Recorded functions read and write tensors
+    of fixed address only, and by native operations only; any other fails by its name.
 
     Args:
         max_tokens: of a batch that is recorded; larger ones, which have prompts, are called as they are.
+        max_blocks: of a sequence.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, block_size: int, max_blocks: int) -> None:
         from mtp_backend import _native
 
         self._native = _native
         self._pool = _native.Pool()
+        self._plain = PlainPasses(block_size, torch.device("cpu"))
         self._max_tokens = max_tokens
+        self._tables = _Tables(max_tokens, max_blocks, block_size)
         self._programs: dict[tuple[Any, ...], _Program] = {}  # the longest unused first
         self.num_recorded = 0
 
-    def run(self, name: str, function: Function, inputs: list[Tensor], layout: BatchLayout) -> Tensor:
-        num_tokens = len(layout.positions)
-        if num_tokens > self._max_tokens:
-            return function(inputs, layout)
-        num_sequences, num_blocks = layout.block_tables.shape
-        width = 1 << (num_blocks - 1).bit_length()
-        key = name, num_tokens, num_sequences, width
+    def run(
+        self,
+        name: str,
+        function: Function,
+        token_ids: list[int],
+        spans: list[list[Span]],
+        hidden: list[Tensor] | None = None,
+        selection: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        if len(token_ids) > self._max_tokens:
+            return self._plain.run(name, function, token_ids, spans, hidden, selection)
+        key = name, len(token_ids), len(spans[0]), len(spans)
         program = self._programs.pop(key, None)
         if program is None:
-            program = _Program(inputs, layout, width)
-            program.fill(inputs, layout)
-            program.record(self._native.Program(self._pool), function)
+            program = _Program(self._tables, token_ids, spans, hidden)
+            program.fill(token_ids, spans, hidden)
+            program.record(self._native, self._pool, function)
             self.num_recorded += 1
             if len(self._programs) == MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         else:
-            program.fill(inputs, layout)
+            program.fill(token_ids, spans, hidden)
             program.native.run()
         self._programs[key] = program
-        # Written again by the next batch of this shape.
-        return program.output.clone()
+        return program.results
 
 
-def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.dtype) -> Passes:
+def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.dtype, max_blocks: int) -> Passes:
     """Those of `config.graph_mode`.
+
+    Args:
+        max_blocks: of the longest sequence.
 
     Raises:
         InvalidArgument: it asks for recorded passes of networks that cannot be recorded.
@@ -108,38 +92,81 @@ def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.
     if config.graph_mode == "recorded" and missing:
         raise InvalidArgument("graph_mode", "recorded", f"null, or {missing[0]}")
     if missing or config.graph_mode not in (None, "recorded"):
-        return PlainPasses()
-    return RecordedPasses(max_tokens=config.max_num_seqs * (1 + config.num_drafts))
+        return PlainPasses(config.block_size, torch.device(config.device))
+    return RecordedPasses(config.max_num_seqs * (1 + config.num_drafts), config.block_size, max_blocks)
+
+
+class _Tables:
+    """The block tables of the pass that runs, for all programs. Behind the blocks of a sequence are those of others."""
+
+    def __init__(self, max_sequences: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows = torch.zeros(max_sequences, max_blocks, dtype=torch.int64)
+        self._numbers = memoryview(self.rows.flatten().numpy())
+
+    def fill(self, spans: list[Span]) -> None:
+        """Copies those of a batch in."""
+        width = self.rows.shape[1]
+        for row, span in enumerate(spans):
+            self._numbers[row * width : row * width + len(span.block_table)] = array("l", span.block_table)
 
 
 class _Program:
-    """What one recorded function reads, and where its result is."""
+    """What one recorded function reads, and where its results are.
 
-    def __init__(self, inputs: list[Tensor], layout: BatchLayout, width: int) -> None:
-        self._inputs = [torch.empty_like(tensor) for tensor in inputs]
-        tables = torch.zeros(len(layout.block_tables), width, dtype=torch.int64)
-        self._layout = BatchLayout(torch.empty_like(layout.positions), torch.empty_like(layout.slots), [], [], tables)
-        self._layout.lengths = torch.empty_like(layout.lengths)
+    The block tables of all passes are those of the first one.
+    """
 
-    def fill(self, inputs: list[Tensor], layout: BatchLayout) -> None:
+    def __init__(
+        self, tables: _Tables, token_ids: list[int], spans: list[list[Span]], hidden: list[Tensor] | None
+    ) -> None:
+        self._tables = tables
+        # One tensor, so that a batch is one copy.
+        counts = [sum(span.length for span in own) for own in spans]
+        sizes = [size for own, count in zip(spans, counts, strict=True) for size in (count, count, 2 * len(own))]
+        packed = torch.zeros(len(token_ids) + len(spans[0]) + sum(sizes), dtype=torch.int64)
+        self._numbers = memoryview(packed.numpy())
+        tokens, last, *rest = packed.split([len(token_ids), len(spans[0]), *sizes])
+        layouts = []
+        for positions, slots, lengths in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            layout = BatchLayout(positions, slots, [], [], tables.rows[: len(spans[0])])
+            layout.lengths = lengths.view(2, -1)
+            layouts.append(layout)
+        rows = torch.empty(len(token_ids), hidden[0].shape[1], dtype=hidden[0].dtype) if hidden else None
+        self._batch = PassBatch(tokens, rows, layouts)
+        self._batch.last = last
+
+    def fill(self, token_ids: list[int], spans: list[list[Span]], hidden: list[Tensor] | None) -> None:
         """Copies a batch in."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
-        own = self._layout
-        own.positions.copy_(layout.positions)
-        own.slots.copy_(layout.slots)
-        own.lengths.copy_(layout.lengths)
-        own.block_tables[:, : layout.block_tables.shape[1]] = layout.block_tables
+        size, last, layouts = self._tables.block_size, [], []
+        for own in spans:
+            positions, slots, ends, lengths, end = [], [], [], [], 0
+            for table, start, length in own:
+                for position in range(start, start + length):
+                    positions.append(position)
+                    slots.append(table[position // size] * size + position % size)
+                end += length
+                ends.append(end)
+                lengths.append(start + length)
+            layouts += positions + slots + ends + lengths
+            if own is spans[0]:
+                last = [end - 1 for end in ends]
+        self._numbers[:] = array("l", token_ids + last + layouts)
+        self._tables.fill(spans[0])
+        if hidden:
+            torch.cat(hidden, out=self._batch.hidden)
 
-    def record(self, native: Any, function: Function) -> None:
+    def record(self, native: Any, pool: Any, function: Function) -> None:
         """Performs the function, and keeps how."""
-        self.native = native
-        native.begin()
+        self.native = native.Program(pool)
+        self.native.begin()
         try:
             with _OnlyViews():
-                self.output = function(self._inputs, self._layout)
+                results = function(self._batch)
         finally:
-            native.end()
+            self.native.end()
+        # Their memory is the next pass's too.
+        self.results = tuple(None if result is None else native.borrowed(result) for result in results)
 
 
 class _OnlyViews(TorchDispatchMode):

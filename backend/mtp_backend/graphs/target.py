@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from mtp_backend.cache import Span, build_layout
+from mtp_backend.cache import Span
 from mtp_backend.graphs.buckets import Bucket, choose
 from mtp_backend.graphs.mode import Graph, GraphContext
+from mtp_backend.graphs.passes import PassBatch
 from mtp_backend.graphs.static_batch import StaticBatch
+
+
+class TargetRows(NamedTuple):
+    """What a pass of the target network gave. The next pass may write it again.
+
+    Attributes:
+        hidden: rows [T, H] of its tokens.
+        logits: [T, vocab]; None if they were not computed.
+        most_likely: int64 [T], the most likely token of each row of logits; None if they were not computed.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None = None
+    most_likely: Tensor | None = None
 
 
 class TargetPass(Protocol):
     """One pass of the target network."""
 
-    def run(self, token_ids: list[int], spans: list[Span]) -> Tensor:
-        """Hidden rows [T, H] of the T tokens of a batch, and their keys in the cache."""
+    def run(self, token_ids: list[int], spans: list[Span], all_logits: bool) -> TargetRows:
+        """Rows of the T tokens of a batch, and their keys in the cache.
+
+        Args:
+            all_logits: the logits of every row will be needed.
+        """
 
 
 class EagerTarget:
@@ -26,13 +44,20 @@ class EagerTarget:
     def __init__(self, context: GraphContext) -> None:
         self._context = context
         networks, caches = context.networks, context.target_caches
-        self._forward = lambda inputs, layout: networks.target(*inputs, networks.rotary, layout, caches)
+        target = networks.target
 
-    def run(self, token_ids: list[int], spans: list[Span]) -> Tensor:
-        context = self._context
-        layout = build_layout(spans, context.block_size, context.device)
-        tokens = torch.tensor(token_ids, device=context.device)
-        return context.passes.run("target", self._forward, [tokens], layout)
+        def hidden(batch: PassBatch) -> tuple[Tensor]:
+            return (target(batch.tokens, networks.rotary, batch.layouts[0], caches),)
+
+        def hidden_and_logits(batch: PassBatch) -> tuple[Tensor, Tensor, Tensor]:
+            [rows] = hidden(batch)
+            logits = target.logits(rows)
+            return rows, logits, target.ops.most_likely(logits)
+
+        self._functions = {False: ("hidden rows", hidden), True: ("hidden rows and logits", hidden_and_logits)}
+
+    def run(self, token_ids: list[int], spans: list[Span], all_logits: bool) -> TargetRows:
+        return TargetRows(*self._context.passes.run(*self._functions[all_logits], token_ids, [spans]))
 
 
 class GraphTarget:
@@ -43,18 +68,17 @@ class GraphTarget:
         self._eager = EagerTarget(context)
         self._graphs: dict[Bucket, tuple[StaticBatch, Graph]] = {}
 
-    def run(self, token_ids: list[int], spans: list[Span]) -> Tensor:
+    def run(self, token_ids: list[int], spans: list[Span], all_logits: bool) -> TargetRows:
         context = self._context
         chosen = choose(context.buckets, spans, context.dummy_block)
         if chosen is None:
-            return self._eager.run(token_ids, spans)
+            return self._eager.run(token_ids, spans, all_logits)
         bucket, padded = chosen
         if bucket not in self._graphs:
             self._graphs[bucket] = self._make(bucket)
         batch, graph = self._graphs[bucket]
         batch.fill(token_ids, len(spans), padded)
-        # The graph writes its output again with the next batch, while sequences may still hold their rows.
-        return graph.run([batch.layout])[: len(token_ids)].clone()
+        return TargetRows(graph.run([batch.layout])[: len(token_ids)])
 
     def _make(self, bucket: Bucket) -> tuple[StaticBatch, Graph]:
         context = self._context

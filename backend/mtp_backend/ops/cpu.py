@@ -114,3 +114,8 @@ class CpuOps(ReferenceOps):
         if x.dtype is not torch.bfloat16:
             return super().swiglu(x)
         return native.swiglu(x)
+
+    def most_likely(self, logits: Tensor) -> Tensor:
+        if logits.dtype not in (torch.bfloat16, torch.float32):
+            return super().most_likely(logits)
+        return native.most_likely(logits)

@@ -174,6 +174,9 @@ class Ops(Protocol):
     def swiglu(self, x: Tensor) -> Tensor:
         """silu(gate) · up for x [..., 2I] with the gate half first → [..., I]."""
 
+    def most_likely(self, logits: Tensor) -> Tensor:
+        """Place of the greatest of each row of logits [N, vocab], of equal ones the first → int64 [N]."""
+
     def beside(self, x: Tensor, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """first(x) and second(x), which do not depend on each other; a device may compute them side by side."""
 

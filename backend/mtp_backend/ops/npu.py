@@ -153,6 +153,9 @@ class NpuOps(ComposedOps):
         rules.check_swiglu(x)
         return torch_npu.npu_swiglu(x)
 
+    def most_likely(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
     def _wide_angles(self, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> list[Tensor]:
         """cos and sin of each element, [T, 2A]. All layers of a pass share one pair of tensors [T, A]."""
         if torch.compiler.is_compiling():

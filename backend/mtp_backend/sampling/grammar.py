@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import xgrammar
 from tokenizers import Tokenizer
@@ -13,8 +14,12 @@ from torch import Tensor
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling.processors import NEVER
 from mtp_backend.sampling.structured import FIELD, StructuredOutput
+from mtp_backend.sampling.tool_calls import TEXT_ARGUMENTS
+from mtp_backend.sampling.tool_grammar import structural_tag
 
 CONTROLS = set(map(chr, range(0x100, 0x120)))  # how byte-level tokens write the bytes 0 … 31
+NEWLINE = "\u010a"
+MARKER = "\u00ff"  # how they write the byte 255, which no text holds
 CACHE_BYTES = 1 << 28  # of compiled grammars, for each vocabulary
 SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # the library's own place and time before its reasons
 
@@ -40,9 +45,13 @@ class GrammarCompiler:
             texts[token] = text
         for token in tokenizer.get_added_tokens_decoder():
             texts[token] = ""
+        self._texts = texts
         self._compiler = self._compiler_for(texts)
         # JSON allows control characters between its values only, where the grammar has spaces.
-        self._json_compiler = self._compiler_for(["" if CONTROLS & set(text) else text for text in texts])
+        self._json_compiler = self._compiler_for(_without(CONTROLS, texts))
+        # Added tokens that leave text, which templates mark calls with: the grammar names them, nothing spells them.
+        added = tokenizer.get_added_tokens_decoder()
+        self._markers = {one.content: token for token, one in added.items() if not one.special}
 
     def processor(self, wanted: StructuredOutput) -> Grammar:
         """The grammar at its start, for one sequence.
@@ -78,6 +87,27 @@ class GrammarCompiler:
                 return self._compiler.compile_regex(wanted.text)
             case "ebnf":
                 return self._compiler.compile_grammar(wanted.text)
+            case "tool_calls":
+                calls = json.loads(wanted.text)
+                compiler = self._text_calls if calls["template"] in TEXT_ARGUMENTS else self._json_calls
+                return compiler.compile_structural_tag(structural_tag(calls, self._markers))
+
+    @cached_property
+    def _text_calls(self) -> xgrammar.GrammarCompiler:
+        return self._compiler_for(self._with_markers(self._texts))
+
+    @cached_property
+    def _json_calls(self) -> xgrammar.GrammarCompiler:
+        return self._compiler_for(self._with_markers(_without(CONTROLS - {NEWLINE}, self._texts)))
+
+    def _with_markers(self, texts: list[str]) -> list[str]:
+        markers = set(self._markers.values())
+        return [MARKER if token in markers else text for token, text in enumerate(texts)]
+
+
+def _without(characters: set[str], texts: list[str]) -> list[str]:
+    """The texts, those that hold one of some characters left empty."""
+    return ["" if characters & set(text) else text for text in texts]
 
 
 class Grammar:

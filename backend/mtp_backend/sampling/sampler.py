@@ -9,7 +9,9 @@ from mtp_backend.sampling.noise import exponential, stream_start
 from mtp_backend.sampling.params import SamplingParams
 
 
-def sample(logits: Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
+def sample(
+    logits: Tensor, params: list[SamplingParams], positions: list[int], most_likely: list[int] | None = None
+) -> list[int]:
     """Draws a token from each row.
 
     Greedy rows take the most likely token. The others draw from their filtered distribution p by the exponential
@@ -20,11 +22,12 @@ def sample(logits: Tensor, params: list[SamplingParams], positions: list[int]) -
         logits: [N, vocab].
         params: the request's parameters for each row.
         positions: absolute position in its sequence of the token that each row draws.
+        most_likely: the most likely token of each row, if it is known.
 
     Returns:
         N token ids.
     """
-    tokens = logits.max(-1).indices.tolist()  # torch has a fast kernel for it, argmax has none in bfloat16
+    tokens = list(most_likely or logits.max(-1).indices.tolist())
     drawn = [row for row, row_params in enumerate(params) if row_params.temperature > 0]
     if drawn:
         chosen = [params[row] for row in drawn]

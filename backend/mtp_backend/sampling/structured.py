@@ -10,10 +10,12 @@ from typing import Any
 from mtp_backend import checks
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.sampling.json_schema import check_schema
+from mtp_backend.sampling.tool_calls import check_tool_calls
 
 FIELD = "structured_output"
 # The forms, and the greatest length of each in characters: a mask of a long ambiguous expression takes too long.
-FORMS = {"json_schema": 16384, "regex": 1024, "ebnf": 8192}
+FORMS = {"json_schema": 16384, "regex": 1024, "ebnf": 8192, "tool_calls": 65536}
+CHECKS = {"json_schema": check_schema, "tool_calls": check_tool_calls}  # of the forms that are JSON
 MAX_DEPTH = 64
 
 
@@ -22,8 +24,9 @@ class StructuredOutput:
     """A grammar that the output follows.
 
     Attributes:
-        form: "json_schema", "regex" or "ebnf" (GBNF notation, start rule `root`).
-        text: the schema as JSON text, the regular expression, or the rules.
+        form: "json_schema", "regex", "ebnf" (GBNF notation, start rule `root`) or "tool_calls".
+        text: the schema as JSON text, the regular expression, the rules, or the calls as JSON text, which
+            `tool_calls.check_tool_calls` describes.
         reasoning_end: text of one token of the vocabulary, for example "</think>": the grammar holds behind the first
             of these in the output, and an end token cannot come before it. None: the grammar holds from the start.
     """
@@ -34,7 +37,7 @@ class StructuredOutput:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutput:
-        """Reads {form: text}, with `reasoning_end` beside it; a JSON schema may be an object.
+        """Reads {form: text}, with `reasoning_end` beside it; a JSON schema or calls may be an object.
 
         Raises:
             InvalidArgument: unknown key, no form or several, or a value of the wrong type or size.
@@ -45,8 +48,8 @@ class StructuredOutput:
             raise InvalidArgument(FIELD, dict(values), "exactly one of " + ", ".join(FORMS))
         [form] = forms
         text = values[form]
-        if form == "json_schema":
-            text = _json_text(text)
+        if form in CHECKS:
+            text = _json_text(form, text)
         _check_text(f"{FIELD}.{form}", text, FORMS[form])
         reasoning_end = values.get("reasoning_end")
         if reasoning_end is not None:
@@ -54,22 +57,22 @@ class StructuredOutput:
         return cls(form, text, reasoning_end)
 
 
-def _json_text(schema: Any) -> str:
-    """A JSON schema, given as an object or as its text, as text."""
-    field = f"{FIELD}.json_schema"
+def _json_text(form: str, value: Any) -> str:
+    """A JSON schema or calls, given as an object or as its text, as text."""
+    field = f"{FIELD}.{form}"
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        parsed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(parsed, Mapping):
-            raise InvalidArgument(field, schema, "a JSON schema: an object, or its text")
+            raise InvalidArgument(field, value, "a JSON object, or its text")
         depth = _depth(parsed)
         text = json.dumps(parsed)
     except RecursionError:
         depth = float("inf")
     except (ValueError, TypeError) as error:
-        raise InvalidArgument(field, schema, f"a JSON schema ({error})") from None
+        raise InvalidArgument(field, value, f"a JSON object, or its text ({error})") from None
     if depth > MAX_DEPTH:
         raise InvalidArgument(field, f"{depth} levels", f"at most {MAX_DEPTH} levels of objects and lists")
-    check_schema(parsed, field)
+    CHECKS[form](parsed, field)
     return text
 
 

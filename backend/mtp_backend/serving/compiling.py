@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mtp_backend.errors import MtpError
+from mtp_backend.errors import MtpError, Unavailable
 from mtp_backend.sampling.structured import StructuredOutput
 from mtp_backend.serving.messages import Generate, Message, Step
 from mtp_backend.serving.session import Address
@@ -21,18 +21,27 @@ class Compilations:
     Args:
         compile: `Engine.compile_grammar`.
         wake: is called in the thread when a request has become ready.
+        limit: requests that may be held at once.
     """
 
-    def __init__(self, compile: Callable[[StructuredOutput], None], wake: Callable[[], None]) -> None:
+    def __init__(self, compile: Callable[[StructuredOutput], None], wake: Callable[[], None], limit: int) -> None:
         self._compile = compile
         self._wake = wake
+        self._limit = limit
         self._thread = ThreadPoolExecutor(1, "grammar")
         self._held: list[tuple[Address, Generate | Step, Future[MtpError | None]]] = []
 
     def hold(self, address: Address, message: Message) -> bool:
-        """Takes a request that asks for a grammar; False for any other message."""
+        """Takes a request that asks for a grammar; False for any other message.
+
+        Raises:
+            Unavailable: there are too many of them.
+        """
         if not isinstance(message, Generate | Step) or not (message.params or {}).get("structured_output"):
             return False
+        if len(self._held) >= self._limit:
+            waiting = f"{len(self._held)} requests are waiting for their grammars of at most {self._limit}"
+            raise Unavailable(f"{waiting} (max_num_seqs + max_queue_size); try again later")
         future = self._thread.submit(self._prepare, message.params["structured_output"])
         self._held.append((address, message, future))
         future.add_done_callback(lambda _: self._wake())
@@ -40,8 +49,9 @@ class Compilations:
 
     def take_ready(self) -> list[tuple[Address, Generate | Step, MtpError | None]]:
         """The requests that can be answered now, in the order of their arrival, with what is wrong with the grammar."""
-        ready = [held for held in self._held if held[2].done()]
-        self._held = [held for held in self._held if held not in ready]
+        done = {future for _, _, future in self._held if future.done()}  # more of them may be in a moment
+        ready = [held for held in self._held if held[2] in done]
+        self._held = [held for held in self._held if held[2] not in done]
         return [(address, message, future.result()) for address, message, future in ready]
 
     def withdraw(self, address: Address, request: int | None = None) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -19,7 +21,7 @@ import zmq
 
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
-from mtp_backend.errors import Cancelled, InvalidArgument, MtpError
+from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, Unavailable
 from mtp_backend.serving import messages
 from mtp_backend.serving.compiling import Compilations
 from mtp_backend.serving.gathering import Gathering
@@ -80,7 +82,12 @@ class EngineProcess:
             engine, self._send, self._is_behind, self._statistics.ended, time.monotonic, tracing
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._compilations = Compilations(engine.compile_grammar, lambda: os.eventfd_write(self._wake, 1))
+        config = engine.config
+        self._compilations = Compilations(
+            engine.compile_grammar,
+            lambda: os.eventfd_write(self._wake, 1),
+            config.max_num_seqs + config.max_queue_size,
+        )
         self._stats_role: Address | None = None
         self._outbox: dict[Address, list[Message]] = defaultdict(list)
         self._num_untaken: Counter[Address] = Counter()  # frames that each role has not taken yet
@@ -137,8 +144,16 @@ class EngineProcess:
             except zmq.Again:
                 return
             for message in messages.decode_to_engine(frame):
-                if not self._compilations.hold(address[:-1], message):
-                    self._handle(address[:-1], message)
+                self._take(address[:-1], message)
+
+    def _take(self, address: Address, message: Message) -> None:
+        try:
+            held = self._compilations.hold(address, message)
+        except Unavailable as error:
+            self._refuse(address, message, error)
+            return
+        if not held:
+            self._handle(address, message)
 
     def _resume(self) -> None:
         """Handles the requests whose grammar has been compiled."""
@@ -146,10 +161,14 @@ class EngineProcess:
         for address, message, error in self._compilations.take_ready():
             if error is None:
                 self._handle(address, message)
-            elif isinstance(message, Step):
-                self._sessions.refuse(address, message, error)
             else:
-                self._generations.refuse(address, message, error)
+                self._refuse(address, message, error)
+
+    def _refuse(self, address: Address, message: Generate | Step, error: MtpError) -> None:
+        if isinstance(message, Step):
+            self._sessions.refuse(address, message, error)
+        else:
+            self._generations.refuse(address, message, error)
 
     def _handle(self, address: Address, message: Message) -> None:
         match message:
@@ -255,6 +274,9 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="mtp engine %(process)d: %(message)s", stream=sys.stderr)
     rendezvous = Rendezvous(Path(arguments.directory))
+    # The server's limit (tritonserver.py), which its processes inherit, is not for a network.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # Ctrl-C in a terminal reaches the server, which then dismisses its engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -269,6 +291,7 @@ def main() -> None:
         _check_served(config)
         log.info("loading %s", config.model)
         engine = Engine(config)
+        gc.freeze()  # modules, tokenizer and libraries: collections need not look through them again and again
         tracing = _tracing(config, engine)
     except MtpError as error:
         rendezvous.report_failure(error)

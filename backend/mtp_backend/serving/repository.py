@@ -16,6 +16,12 @@ from mtp_backend.errors import InvalidArgument
 
 ENGINE_FILE = "engine.json"
 
+# In configurations of models, with what is allowed.
+FORBIDDEN = {
+    "CONTROL_SEQUENCE_CORRID": "no control input for the sequence id",
+    "EXECUTION_ENV_PATH": "no archive of a Python environment: the models run in the server's",
+}
+
 
 def create_repository(templates: Path, values_file: Path, overrides: dict[str, str], output: Path) -> None:
     """Fills every template with the values and writes the repository, complete or not at all.
@@ -94,13 +100,15 @@ def _check_engine(text: str) -> None:
 
 
 def check_models(repository: Path) -> None:
-    """Refuses model configurations that a client could bring the server down with.
+    """Refuses model configurations that open a fault of the server.
 
     Raises:
-        InvalidArgument: one declares a control input for the sequence id. Triton before 25.01 copies an id that is a
-            text into it whatever its length.
+        InvalidArgument: one declares a control input for the sequence id (Triton before 25.01 copies an id that is a
+            text into it whatever its length), or names an archive of a Python environment (Triton before 26.06 unpacks
+            it to wherever its entries say).
     """
     for path in sorted(repository.glob("*/config.pbtxt")):
-        text = path.read_text(encoding="utf-8")
-        if "CONTROL_SEQUENCE_CORRID" in re.sub(r"#.*", "", text):
-            raise InvalidArgument(str(path), "CONTROL_SEQUENCE_CORRID", "no control input for the sequence id")
+        text = re.sub(r"#.*", "", path.read_text(encoding="utf-8"))
+        for word, allowed in FORBIDDEN.items():
+            if word in text:
+                raise InvalidArgument(str(path), word, allowed)

@@ -18,8 +18,11 @@ from mtp_backend.errors import MtpError
 # python-based backends need copies: the server refuses a library that a link leads out of the backend directory.
 RUNTIME = ("libtriton_python.so", "triton_python_backend_utils.py")
 STUB = "triton_python_backend_stub"
+SERVER_MEMORY_KIB = 8 << 20  # with its threads' stacks it takes 1.4 GiB
 LAUNCHER = """#!/bin/sh
 # Runs the Triton server with this environment's Python and with the mtp backend.
+# It takes the memory that a request's shape asks for before it looks at the shape: beyond this it ends, not the host.
+ulimit -S -d {memory} 2>/dev/null || true
 PATH="{bin}:$PATH" LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" \\
   exec "{server}" --backend-directory="{backends}" "$@"
 """
@@ -90,6 +93,7 @@ def install(directory: Path) -> Path:
         libraries=":".join(map(str, files.libraries)),
         server=files.binary,
         backends=directory.resolve() / "backends",
+        memory=SERVER_MEMORY_KIB,
     )
     model = Path(__file__).resolve().parents[2] / "model.py"
     if launcher.is_file() and launcher.read_text() == launcher_text:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mtp_backend.cache import Span, build_layout
+from mtp_backend.cache import Span
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import DraftChain, GraphContext
-from mtp_backend.graphs.recorded import Function
+from mtp_backend.graphs import DraftChain, Function, GraphContext, PassBatch, RecordedChain
 from mtp_backend.models.layers.decoder import LayerCache
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
@@ -79,10 +78,9 @@ class Drafter(ABC):
         self._passes = context.passes
         self._caches = context.cache.layers[-config.num_draft_layers :]
         self._functions = [
-            self._function(layer, context.networks.rotary, layer_cache)
-            for layer, layer_cache in enumerate(self._caches)
+            (f"draft layer {layer}", self._function(layer, context.networks.rotary, cache))
+            for layer, cache in enumerate(self._caches)
         ]
-        self._block_size = context.block_size
         self._device = context.device
 
     @abstractmethod
@@ -109,14 +107,17 @@ class Drafter(ABC):
         Returns:
             Rows [tokens, H] before `shared_head.norm`, and the selection that they were made with.
         """
-        layout = build_layout(spans, self._block_size, self._device)
-        layout.selection = selection
-        inputs = [torch.tensor(tokens, device=self._device), torch.cat(hidden)]
-        return self._passes.run(f"draft layer {layer}", self._functions[layer], inputs, layout), layout.selection
+        name, function = self._functions[layer]
+        return self._passes.run(name, function, tokens, [spans], hidden, selection)
 
     def _function(self, layer: int, rotary: RotaryTable, cache: LayerCache) -> Function:
         module, mask_pos0 = self._module(layer), self._config.mask_pos0
-        return lambda inputs, layout: module(*inputs, rotary, layout, cache, mask_pos0)
+
+        def rows(batch: PassBatch) -> tuple[Tensor, Tensor | None]:
+            [layout] = batch.layouts
+            return module(batch.tokens, batch.hidden, rotary, layout, cache, mask_pos0), layout.selection
+
+        return rows
 
     def _draw(self, logits: Tensor, work: list[DraftWork], drafts: list[Drafts]) -> None:
         """Adds one draft to those of each sequence, from its row of logits [len(work), vocab]."""
@@ -154,10 +155,10 @@ class EagleDrafter(Drafter):
     a layer with an indexer uses it again or replaces it.
 
     Attributes:
-        chain: makes all passes of greedy sequences that decode as one graph; None without graphs.
+        chain: makes all passes of greedy sequences at once; None where there is none.
     """
 
-    chain: DraftChain | None = None
+    chain: DraftChain | RecordedChain | None = None
 
     def propose(self, work: list[DraftWork]) -> list[Drafts]:
         mtp = self._module(0)

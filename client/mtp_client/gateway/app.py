@@ -25,6 +25,8 @@ from mtp_client.gateway.connection import EventStream, is_loopback, read_json, w
 from mtp_client.gateway.errors import ApiError, from_server, invalid
 from mtp_client.gateway.generation import runs
 from mtp_client.gateway.reasoning import CLOSE, OPEN
+from mtp_client.gateway.tools import form_of
+from mtp_client.tls import Tls
 
 _HEALTH_S = 5.0  # for the server to say that it is ready
 _PAGE = Path(__file__).parent / "page"
@@ -44,6 +46,7 @@ class Settings:
     `url`: gRPC address of the server. `model`: its model that generates. `served_model_name`:
     what requests call it. `template`: None where the checkpoint has no chat template.
     `api_key`: "" lets everyone in. `timeout`: seconds to wait for each part of an answer.
+    `tls`: None speaks plain text with the server.
     """
 
     url: str
@@ -52,6 +55,7 @@ class Settings:
     template: ChatTemplate | None
     api_key: str
     timeout: float
+    tls: Tls | None = None
 
 
 class Gateway:
@@ -84,7 +88,8 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with AsyncClient(self._settings.url, timeout=self._settings.timeout) as self._client:
+        url = self._settings.url
+        async with AsyncClient(url, timeout=self._settings.timeout, tls=self._settings.tls) as self._client:
             yield
 
     async def health(self, _: Request) -> Response:
@@ -119,6 +124,8 @@ class Gateway:
             prompt = self._settings.template.render(asked.own["messages"], variables, asked.tools)
         except InvalidArgument as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+        if asked.required_tools:
+            self._require_calls(asked, self._settings.template)
         thinking = prompt.rstrip().endswith(OPEN)
         if thinking and "structured_output" in asked.sampling:
             asked.sampling["structured_output"]["reasoning_end"] = CLOSE
@@ -127,6 +134,20 @@ class Gateway:
             return ChatChoice(thinking, asked.tools, asked.own.get("top_logprobs", 0))
 
         return await self._answer(request, asked, [prompt], make_choice, add_special_tokens=False)
+
+    def _require_calls(self, asked: fields.Request, template: ChatTemplate) -> None:
+        """Holds the output to calls, in place of what `response_format` wants of a text."""
+        form = form_of(template.source)
+        if form is None:
+            allowed = "none, auto: the chat template writes calls in no form that is known"
+            raise invalid("tool_choice", asked.own["tool_choice"], allowed)
+        functions = []
+        for index in asked.required_tools:
+            function = asked.tools[index]["function"]
+            asked.names[f"structured_output.tool_calls.functions[{len(functions)}]"] = f"tools[{index}].function"
+            functions.append({key: function[key] for key in ("name", "parameters") if function.get(key) is not None})
+        calls = {"template": form, "functions": functions, "parallel": asked.several_calls}
+        asked.sampling["structured_output"], asked.names["structured_output"] = {"tool_calls": calls}, "tools"
 
     def _authorise(self, request: Request) -> None:
         if not self._settings.api_key:

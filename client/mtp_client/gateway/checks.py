@@ -80,5 +80,10 @@ def tools(name: str, value: Any) -> None:
 
 
 def tool_choice(name: str, value: Any) -> None:
-    if not isinstance(value, str) or value not in ("none", "auto"):
-        raise invalid(name, value, "none, auto")
+    if isinstance(value, dict):
+        function = value.get("function") if value.get("type") == "function" else None
+        known = isinstance(function, dict) and isinstance(function.get("name"), str)
+    else:
+        known = value in ("none", "auto", "required")
+    if not known:
+        raise invalid(name, value, 'none, auto, required, {"type": "function", "function": {"name": …}}')

@@ -11,6 +11,7 @@ from mtp_client import chat
 from mtp_client.errors import InvalidArgument
 from mtp_client.gateway.app import Gateway, Settings
 from mtp_client.gateway.connection import is_loopback
+from mtp_client.tls import from_options
 from mtp_client.transports import default_url
 
 _API_KEY_VARIABLE = "MTP_GATEWAY_API_KEY"
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         template=chat.load(args.tokenizer, args.chat_template),
         api_key=api_key,
         timeout=args.timeout,
+        tls=from_options(args),
     )
     uvicorn.run(Gateway(settings).app(), host=args.host, port=args.port, timeout_graceful_shutdown=_STOP_S)
     return 0

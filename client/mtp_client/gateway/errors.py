@@ -9,8 +9,8 @@ from typing import Any
 from mtp_client.errors import Cancelled, DeadlineExceeded, InvalidArgument, MtpError, NotFound, Unavailable
 
 # What the server's refusals look like: a key of its JSON object is written "sampling_parameters.key", and a part of a
-# field "field.part".
-_REFUSAL = re.compile(r"(?:sampling_parameters\.)?(\w+)((?:\.\w+)*: got .*; allowed: .*)", re.DOTALL)
+# field "field.part" or "field[0]".
+_REFUSAL = re.compile(r"(?:sampling_parameters\.)?(\w+(?:[.\[].*?)?)(: got .*; allowed: .*)", re.DOTALL)
 # A model that the server lacks is no fault of the caller, who named the gateway's own.
 _STATUS: dict[type[MtpError], int] = {
     InvalidArgument: 400,
@@ -56,11 +56,14 @@ def invalid(param: str, value: object, allowed: str) -> ApiError:
 def from_server(error: MtpError, names: Mapping[str, str]) -> ApiError:
     """What the server or the way to it said.
 
-    `names`: what the request calls the server's fields.
+    `names`: what the request calls the server's fields, or parts of them.
     """
     status = _STATUS.get(type(error), 500)
     refusal = _REFUSAL.fullmatch(str(error))
     if refusal is None:
         return ApiError(status, str(error))
-    param = names.get(refusal[1], refusal[1])
-    return ApiError(status, param + refusal[2], param=param)
+    path = refusal[1]
+    known = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]
+    field = max(known, key=len, default=re.split(r"[.\[]", path)[0])
+    param = names.get(field, field)
+    return ApiError(status, param + path[len(field) :] + refusal[2], param=param)

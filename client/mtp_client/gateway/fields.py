@@ -125,6 +125,19 @@ class Request:
         """Those that the model may call."""
         return self.own.get("tools", []) if self.own.get("tool_choice") != "none" else []
 
+    @property
+    def required_tools(self) -> list[int]:
+        """Numbers of those of which the model must call one; none where it decides."""
+        choice = self.own.get("tool_choice", "auto")
+        if isinstance(choice, str):
+            return list(range(len(self.tools))) if choice == "required" else []
+        return [i for i, tool in enumerate(self.tools) if tool["function"]["name"] == choice["function"]["name"]]
+
+    @property
+    def several_calls(self) -> bool:
+        """Whether the model may call more than once where it must call."""
+        return self.own.get("parallel_tool_calls", True) and self.own.get("tool_choice") == "required"
+
     def seeded(self, choice: int) -> dict[str, Any]:
         """The parameters of one of the n choices: its seed is the request's plus its number."""
         seed = self.sampling.get("seed")
@@ -162,14 +175,23 @@ def read(body: Any, fields: Mapping[str, Field], required: str) -> Request:
             raise ApiError(400, f"{name}: missing", param=name, code="missing_required_parameter")
     if "stream_options" in own and not own.get("stream"):
         raise invalid("stream_options", own["stream_options"], "only together with stream: true")
-    if own.get("parallel_tool_calls") is False and own.get("tools"):
-        raise invalid("parallel_tool_calls", False, "true together with tools: the model decides")
     _log_probabilities(own, sampling, names)
     _structure(own, sampling, names)
     sampling.setdefault("temperature", 1.0)  # OpenAI's default; the server's own is 0
     if required == "prompt":
         sampling.setdefault("max_tokens", _COMPLETION_MAX_TOKENS)
-    return Request(own, sampling, names)
+    asked = Request(own, sampling, names)
+    _check_tool_choice(asked)
+    return asked
+
+
+def _check_tool_choice(asked: Request) -> None:
+    choice = asked.own.get("tool_choice", "auto")
+    if choice not in ("none", "auto") and not asked.required_tools:
+        allowed = "a function of tools" if isinstance(choice, dict) else "none, auto: there are no tools"
+        raise invalid("tool_choice", choice, allowed)
+    if asked.own.get("parallel_tool_calls") is False and asked.tools and not asked.required_tools:
+        raise invalid("parallel_tool_calls", False, "true where the model decides whether it calls")
 
 
 def _log_probabilities(own: dict[str, Any], sampling: dict[str, Any], names: dict[str, str]) -> None:

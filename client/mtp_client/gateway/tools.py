@@ -19,7 +19,16 @@ _AROUND = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # of all
 _MARKERS = (_DEEPSEEK[0], _GLM[0], *_AROUND)
 _NAME = re.compile(r"[\w.-]+")
 _BLOCK = re.compile(r"(?P<name>[^\n]+)\n```json\n(?P<arguments>.*)\n```", re.DOTALL)
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_VALUE = re.compile(r"<arg_value>.*?</arg_value>", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+
+def form_of(template: str) -> str | None:
+    """What the server calls the form in which a chat template's text has calls; None: no form that it knows."""
+    if _DEEPSEEK[0] in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v3_1"
+    return "glm_4_5" if _GLM[0] in template and "<arg_key>" in template else None
 
 
 class ToolCallSplitter:
@@ -56,15 +65,16 @@ class ToolCallSplitter:
                 self._held = self._held[len(marker) :]
                 continue
             end = _DEEPSEEK[1] if marker == _DEEPSEEK[0] else _GLM[1]
-            body, closed, rest = self._held[len(marker) :].partition(end)
-            if not closed:
+            closed = _closing(self._held, marker, end)
+            if closed < 0:
                 break
+            body = self._held[len(marker) : closed]
             parsed = _deepseek(body) if marker == _DEEPSEEK[0] else self._glm(body)
             if parsed is None:
                 content += self._plain(marker + body + end)
             else:
                 calls.append(self._call(*parsed))
-            self._held = rest
+            self._held = self._held[closed + len(end) :]
         return content, calls
 
     def finish(self) -> str:
@@ -100,12 +110,29 @@ class ToolCallSplitter:
         return name, {key: _value(value, properties.get(key)) for key, value in _ARGUMENT.findall(rest)}
 
 
+def _closing(text: str, marker: str, end: str) -> int:
+    """Where the call that a text begins with is closed, not inside an argument; −1: nowhere yet."""
+    in_argument = _in_json_text if marker == _DEEPSEEK[0] else _in_value
+    closed = text.find(end)
+    while closed >= 0 and in_argument(text[len(marker) : closed]):
+        closed = text.find(end, closed + 1)
+    return closed
+
+
+def _in_json_text(body: str) -> bool:
+    return _ESCAPED.sub("", body).count('"') % 2 == 1
+
+
+def _in_value(body: str) -> bool:
+    return "<arg_value>" in _VALUE.sub("", body)
+
+
 def _deepseek(body: str) -> tuple[str, dict[str, Any]] | None:
     first, separator, second = body.partition("<｜tool▁sep｜>")
     block = _BLOCK.fullmatch(second.strip())
     name, text = (block["name"], block["arguments"]) if block else (first, second)
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text, strict=False)
     except ValueError:
         return None
     name = name.strip()
@@ -117,7 +144,7 @@ def _value(text: str, schema: Any) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)  # control characters as they are
     except ValueError:
         return text
 

@@ -12,6 +12,7 @@ from mtp_client.errors import InvalidArgument
 from mtp_client.load import report
 from mtp_client.load.data import read
 from mtp_client.load.run import Load, Record
+from mtp_client.tls import from_options
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         import matplotlib  # noqa: F401  before the load, not behind it
 
     async def send() -> list[Record]:
-        async with AsyncClient(args.url, args.protocol, args.timeout) as client:
+        async with AsyncClient(args.url, args.protocol, args.timeout, tls=from_options(args)) as client:
             load = Load(client, work, args.requests, args.model or "")
             if args.rate is None:
                 return await load.closed_loop(args.concurrency)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from mtp_client.tensors import Outputs
+from mtp_client.tls import Tls
 from mtp_client.types import SequenceRequest
 
 _DEFAULT_URLS = {"grpc": "127.0.0.1:8001", "http": "127.0.0.1:8000"}
@@ -35,7 +36,7 @@ def server_timeout_us(request: SequenceRequest, timeout: float) -> int:
 class Transport(Protocol):
     """Blocking transport."""
 
-    def __init__(self, url: str, timeout: float) -> None: ...
+    def __init__(self, url: str, timeout: float, tls: Tls | None = None) -> None: ...
 
     def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:
         """The one answer of a decoupled model."""
@@ -54,7 +55,7 @@ class Transport(Protocol):
 class AsyncTransport(Protocol):
     """`Transport` for asyncio."""
 
-    def __init__(self, url: str, timeout: float) -> None: ...
+    def __init__(self, url: str, timeout: float, tls: Tls | None = None) -> None: ...
 
     async def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs: ...
 

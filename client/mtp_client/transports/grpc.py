@@ -19,6 +19,7 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from mtp_client.errors import DeadlineExceeded, ServerError, Unavailable, make_error, translated
 from mtp_client.tensors import Outputs
+from mtp_client.tls import Tls
 from mtp_client.transports import server_timeout_us
 from mtp_client.types import SequenceRequest
 
@@ -30,6 +31,13 @@ _CHANNEL_OPTIONS = [
 ]
 # Streams do not ask for gRPC codes by the header `triton_grpc_error`: it makes servers of release 24.10 crash after a
 # few hundred failed requests. The message of an error names its code.
+
+
+def _channel(api: Any, url: str, tls: Tls | None) -> Any:
+    """A channel of `grpc` or of `grpc.aio`."""
+    if tls is None:
+        return api.insecure_channel(url, options=_CHANNEL_OPTIONS)
+    return api.secure_channel(url, tls.channel_credentials(), options=_CHANNEL_OPTIONS)
 
 
 def _message(model: str, inputs: dict[str, np.ndarray], parameters: dict[str, Any]) -> service_pb2.ModelInferRequest:
@@ -106,9 +114,9 @@ async def _next_response(call: Any, timeout: float) -> Any:
 class GrpcTransport:
     """Blocking transport over one gRPC channel."""
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, tls: Tls | None = None) -> None:
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self._channel = _channel(grpc, url, tls)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:
@@ -163,9 +171,9 @@ class GrpcTransport:
 class AsyncGrpcTransport:
     """`GrpcTransport` for asyncio."""
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, tls: Tls | None = None) -> None:
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self._channel = _channel(grpc.aio, url, tls)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:

@@ -18,15 +18,17 @@ from tritonclient.utils import np_to_triton_dtype
 from mtp_client.errors import DeadlineExceeded, ServerError, Unavailable, make_error, translated
 from mtp_client.sse import EventDecoder
 from mtp_client.tensors import Outputs
+from mtp_client.tls import Tls
 from mtp_client.transports import server_timeout_us
 from mtp_client.types import SequenceRequest
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
-def _client_options(url: str, timeout: float) -> dict[str, Any]:
-    base_url = url if "://" in url else f"http://{url}"
+def _client_options(url: str, timeout: float, tls: Tls | None) -> dict[str, Any]:
+    base_url = url if "://" in url else f"{'http' if tls is None else 'https'}://{url}"
     return {
+        "verify": True if tls is None else tls.context(),
         "base_url": base_url,
         "timeout": timeout,
         "limits": httpx.Limits(),  # none: the server decides how much runs at once
@@ -104,8 +106,8 @@ def _infer_outputs(response: httpx.Response) -> Outputs:
 class HttpTransport:
     """Blocking transport over one HTTP connection pool."""
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self._http = httpx.Client(**_client_options(url, timeout))
+    def __init__(self, url: str, timeout: float, tls: Tls | None = None) -> None:
+        self._http = httpx.Client(**_client_options(url, timeout, tls))
 
     def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:
         with translated():
@@ -139,8 +141,8 @@ class HttpTransport:
 class AsyncHttpTransport:
     """`HttpTransport` for asyncio."""
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self._http = httpx.AsyncClient(**_client_options(url, timeout))
+    def __init__(self, url: str, timeout: float, tls: Tls | None = None) -> None:
+        self._http = httpx.AsyncClient(**_client_options(url, timeout, tls))
 
     async def generate(self, model: str, inputs: dict[str, np.ndarray]) -> Outputs:
         with translated():

@@ -126,6 +126,9 @@ class Role(ABC):
                 submission = self.submission(request)
             except MtpError as error:
                 triton_io.send_error(request.get_response_sender(), error)
+            except UnicodeDecodeError as error:  # the server passes on what it does not read itself
+                wrong = InvalidArgument("request", error.object, "UTF-8 in ids, names and parameters")
+                triton_io.send_error(request.get_response_sender(), wrong)
             except Exception as error:
                 # The server crashes when this batch fails as a whole after some of it has been answered.
                 log.exception("a request could not be read")

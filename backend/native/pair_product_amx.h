@@ -2,7 +2,7 @@
 // the last tile of rows are computed too and mean nothing.
 #pragma once
 
-#include "attention_rows.h"
+#include "pair_tiles.h"
 
 namespace {
 

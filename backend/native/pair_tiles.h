@@ -1,4 +1,4 @@
-// What the products of attention take: rows in tiles of 16, and columns in packed pairs.
+// Operands of products whose right side lies along its columns: rows in tiles of 16, and columns in packed pairs.
 #pragma once
 
 #include "simd.h"

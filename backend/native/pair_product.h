@@ -4,7 +4,7 @@
 // and columns are computed with it; additions of zeros at its end change nothing.
 #pragma once
 
-#include "attention_rows.h"
+#include "pair_tiles.h"
 
 namespace {
 

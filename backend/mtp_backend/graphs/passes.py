@@ -1,0 +1,94 @@
+"""Passes of networks without graphs: what they read, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mtp_backend.cache import Span, build_layout
+from mtp_backend.ops import BatchLayout
+
+
+@dataclass
+class PassBatch:
+    """What a pass of R sequences reads.
+
+    Attributes:
+        tokens: int64 [T].
+        hidden: rows [T, H] that a draft layer takes beside the tokens; None for the target.
+        layouts: where the tokens stand; for a chain of draft passes, of each one.
+    """
+
+    tokens: Tensor
+    hidden: Tensor | None
+    layouts: list[BatchLayout]
+
+    @cached_property
+    def last(self) -> Tensor:
+        """int64 [R], row of the last token of each sequence in the first layout."""
+        return torch.tensor(self.layouts[0].query_ends, device=self.tokens.device) - 1
+
+
+# What a pass computes; what it does not have is None.
+Function = Callable[[PassBatch], tuple[Tensor | None, ...]]
+
+
+class Passes(Protocol):
+    """How a network's function is called.
+
+    Attributes:
+        num_recorded: shapes that were recorded so far; a pass that does takes much longer than the next one.
+    """
+
+    num_recorded: int
+
+    def run(
+        self,
+        name: str,
+        function: Function,
+        token_ids: list[int],
+        spans: list[list[Span]],
+        hidden: list[Tensor] | None = None,
+        selection: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """The function of a batch.
+
+        Args:
+            name: the function's; always given with one that does the same.
+            token_ids: of the first pass, [T].
+            spans: where the sequences' tokens stand, for each pass of the function.
+            hidden: rows [T, H] in parts.
+            selection: of the first layout (`BatchLayout.selection`).
+
+        Returns:
+            What the function gives. The next pass may write it again.
+        """
+
+
+class PlainPasses:
+    """Operation by operation, from Python."""
+
+    num_recorded = 0
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+
+    def run(
+        self,
+        name: str,
+        function: Function,
+        token_ids: list[int],
+        spans: list[list[Span]],
+        hidden: list[Tensor] | None = None,
+        selection: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        layouts = [build_layout(own, self._block_size, self._device) for own in spans]
+        layouts[0].selection = selection
+        tokens = torch.tensor(token_ids, device=self._device)
+        return function(PassBatch(tokens, torch.cat(hidden) if hidden else None, layouts))

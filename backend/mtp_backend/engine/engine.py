@@ -42,7 +42,8 @@ from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
-from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS, check_model
+from mtp_backend.ops.npu_model_rules import check_model, check_ways
+from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
@@ -108,6 +109,7 @@ class Engine:
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "npu":
             check_model(model, dtype, config.block_size)
+            check_ways(model, dtype, config.graph_mode, config.attention_strategy)
         if config.graph_mode == "inductor":
             check_inductor(model, dtype)
         num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0

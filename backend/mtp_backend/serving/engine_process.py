@@ -123,10 +123,11 @@ class EngineProcess:
                 self._resume()
             self._generations.expire()
             self._sessions.expire_steps()
+            self._flush()  # the first frame of a role is its Welcome alone
             pause = self._pause()
             if not pause:
                 self._step()
-            self._flush()  # the first frame of a role is its Welcome alone
+                self._flush()
             if time.monotonic() >= self._next_housekeeping:
                 self._housekeeping()
                 self._flush()

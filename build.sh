@@ -4,7 +4,7 @@
 #   ./build.sh setup          environment, server and commands in .venv; may be repeated
 #   ./build.sh demo           starts the server with each demo model and generates through it
 #   ./build.sh test [GROUP]   all tests, or one group: fast, unit, engine, server, load, npu
-#   ./build.sh soak [TIMES]   the random tests of the server with so many times their requests, and a new seed (100)
+#   ./build.sh soak [TIMES]   the random tests of the server, so many times as long, and a new seed (100)
 #
 # PYTHON names the interpreter (3.11 or 3.12), TRITONSERVER_BIN a Triton server other than the packaged one.
 set -euo pipefail
@@ -121,13 +121,13 @@ run_tests() {
   esac
 }
 
-# 100 times: 100,000 malformed requests and 20,000 sequences.
+# 100 times: 100,000 malformed requests, 20,000 sequences, and ten minutes of clients that are killed.
 soak() {
   export MTP_SOAK=${1:-100} MTP_SEED=${MTP_SEED:-$RANDOM}
   setup
   compute_in_large_pages
   say "soak: $MTP_SOAK times, seed $MTP_SEED (MTP_SEED=$MTP_SEED repeats it)"
-  "$venv/bin/python" -m pytest -s tests/server/test_fuzz.py
+  "$venv/bin/python" -m pytest -s tests/server/test_fuzz.py tests/server/test_chaos.py
 }
 
 case ${1:-} in

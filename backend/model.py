@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from mtp_backend.errors import MtpError
 from mtp_backend.serving.roles import role_for
+from mtp_backend.serving.standstill import Standstill
 
 
 class TritonPythonModel:
@@ -21,10 +23,13 @@ class TritonPythonModel:
             self._role = role_for(args)
         except MtpError as error:
             raise pb_utils.TritonModelException(str(error)) from error
+        self._standstill = Standstill()
+        threading.Thread(target=self._standstill.watch, daemon=True).start()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """Passes requests on; a decoupled model's answers are sent when they are there."""
-        return self._role.execute(requests)
+        with self._standstill.batch():
+            return self._role.execute(requests)
 
     def finalize(self) -> None:
         """Called when the model is unloaded."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -41,12 +41,15 @@ class Addresses(NamedTuple):
 
 
 @contextmanager
-def server(model: str, num_drafts: int, folder: Path) -> Iterator[Addresses]:
-    """Runs a server of its own on free loopback ports."""
+def server(
+    model: str, num_drafts: int, folder: Path, values: Mapping[str, object] | None = None
+) -> Iterator[Addresses]:
+    """Runs a server of its own on free loopback ports; `values` take the place of some in the model's file."""
     repository = folder / f"{model}-k{num_drafts}"
     create = [COMMANDS / "mtp", "repository", "create", repository]
     create += ["--values", ROOT / "model_repository" / "values" / f"{model}.toml"]
-    create += ["--set", f"num_speculative_tokens={num_drafts}"]
+    for name, value in {**(values or {}), "num_speculative_tokens": num_drafts}.items():
+        create += ["--set", f"{name}={value}"]
     subprocess.run(create, check=True, stdout=subprocess.DEVNULL)
     http, grpc, metrics = _free_ports(3)
     serve = [COMMANDS / "mtp", "serve", repository, "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]

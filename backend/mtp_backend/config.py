@@ -127,7 +127,7 @@ BLOCK_SIZE = {"cpu": 16, "npu": 128}
 # How a device can run decoding batches.
 GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "npugraph_piecewise", "torchair"}}
 # How a device can attend to the cache in a verify step.
-ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion"}}
+ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion", "chunked_prefill"}}
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class EngineConfig:
             max_num_seqs sequences of 1 + k tokens. A larger batch runs as with "eager".
         torchair_graph_config: settings of graph_mode "torchair"; a dictionary with the same keys is accepted.
         attention_strategy: how the 1 + k rows of a sequence in a verify step attend: "tnd", together; on an NPU also
-            "batch_expansion", each as a sequence of its own. The result is the same.
+            "batch_expansion", each as a sequence of its own, and "chunked_prefill", together, to keys and values that
+            are gathered from the cache. The result is the same.
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
         weight_prefetch_bytes: on an NPU so many bytes of a weight, at most, are loaded into the device's cache (L2)
             while the operations before its product run; 0: none.

@@ -1,5 +1,7 @@
 """Recorded passes in the engine: the same texts as without."""
 
+import math
+
 import pytest
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.errors import InvalidArgument
@@ -15,11 +17,9 @@ PROMPTS = [
 ]
 
 
-def texts(path, mode, k, **changes):
-    speculative = {"method": "mtp", "num_speculative_tokens": k} if k else None
-    llm = LLM(
-        path, graph_mode=mode, dtype="bfloat16", speculative=speculative, num_threads=1, max_num_seqs=4, **changes
-    )
+def texts(path, mode, k, **speculative):
+    speculative = {"method": "mtp", "num_speculative_tokens": k} | speculative if k else None
+    llm = LLM(path, graph_mode=mode, dtype="bfloat16", speculative=speculative, num_threads=1, max_num_seqs=4)
     params = [
         SamplingParams(max_tokens=12 + 5 * number, ignore_eos=True, temperature=number % 2, seed=number)
         for number in range(len(PROMPTS))
@@ -31,6 +31,50 @@ def texts(path, mode, k, **changes):
 def test_same_texts(model, k):
     """Sequences that join, leave and accept differently, some sampled; more of them than run at a time."""
     assert texts(model, "recorded", k) == texts(model, "eager", k)
+
+
+def paced(path, mode):
+    """Clients ask for their steps one after the other, and for drafts once all have stepped."""
+    engine = LLM(path, {"num_speculative_tokens": 2}, graph_mode=mode, dtype="bfloat16", num_threads=1).engine
+    params = SamplingParams(ignore_eos=True)
+    sequences = [engine.new_sequence(engine.tokenizer.encode(own).ids, params, paced=True) for own in PROMPTS[:3]]
+    drafts = []
+    for _ in range(8):
+        for sequence in sequences:
+            engine.add(sequence)
+            engine.step()
+        for sequence in sequences:
+            engine.request_drafts(sequence)
+        engine.step()
+        drafts += [list(sequence.draft_ids) for sequence in sequences]
+    return [sequence.token_ids for sequence in sequences], drafts
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """What a pass gave is NaN by the time of the next one, which may write it."""
+    run, before = RecordedPasses.run, []
+
+    def spoiling(passes, name, function, token_ids, spans, hidden=None, selection=None):
+        hidden = [rows.clone() for rows in hidden or []]
+        for result in before:
+            if result is not None and result.is_floating_point():
+                result.fill_(math.nan)
+        before[:] = run(passes, name, function, token_ids, spans, hidden, selection)
+        return tuple(before)
+
+    monkeypatch.setattr(RecordedPasses, "run", spoiling)
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_rows_that_wait_for_a_client_are_kept(model):
+    assert paced(model, "recorded") == paced(model, "eager")
+
+
+@pytest.mark.usefixtures("spoiled")
+@pytest.mark.parametrize("vanilla", [False, True])
+def test_results_are_read_before_the_next_pass(model, vanilla):
+    assert texts(model, "recorded", 2, use_mtp_vanilla=vanilla) == texts(model, "eager", 2, use_mtp_vanilla=vanilla)
 
 
 def test_taken_by_itself(model):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from mtp_backend import SamplingParams
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.sampling.grammar import GrammarCompiler
+from mtp_backend.sampling.structured import StructuredOutput
 
 pytestmark = pytest.mark.slow
 
@@ -218,6 +220,18 @@ def test_where_nothing_is_allowed_the_output_ends(deepseek, make_llm, prompt_of)
     params = SamplingParams(structured_output={"ebnf": "root ::= root"})
     output = make_llm(deepseek, 2).generate(prompt_of(4), params)[0]
     assert (output.text, output.finish_reason, len(output.token_ids)) == ("", "stop", 1)
+
+
+def test_a_draft_without_text(deepseek, make_llm, capfd):
+    """A control token is no part of any output; the library, which would write a line about each, is not asked."""
+    tokenizer = make_llm(deepseek).engine.tokenizer
+    control, *_, end = sorted(tokenizer.get_added_tokens_decoder())
+    grammar = GrammarCompiler(tokenizer, 1024, [end]).processor(StructuredOutput.from_dict({"regex": "[a-z]+"}))
+    capfd.readouterr()
+    logits = torch.zeros(2, 1024)
+    grammar.apply(logits, [control])
+    assert capfd.readouterr() == ("", "")
+    assert logits[0, control] == -torch.inf and logits[0].max() == 0 and not logits[1].any()
 
 
 def test_lengths_and_stops_cut(deepseek, make_llm, prompt_of):

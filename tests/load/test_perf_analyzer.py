@@ -9,32 +9,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-TOOLS = Path(os.environ.get("MTP_TOOLS_DIR") or HERE.parents[1] / ".venv" / "perf_analyzer")
-NOT_POSSIBLE = 3  # the installation's exit code on a host that cannot have perf_analyzer
 
 pytestmark = pytest.mark.load
-
-
-@pytest.fixture(scope="session")
-def perf_analyzer():
-    install = subprocess.run(
-        [HERE / "install_perf_analyzer.sh", TOOLS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-    )
-    if install.returncode == NOT_POSSIBLE:
-        pytest.skip(install.stdout.splitlines()[-1])
-    assert install.returncode == 0, install.stdout
-    return TOOLS / "perf_analyzer"
-
-
-@pytest.fixture(scope="session")
-def open_server(server_factory):
-    """Triton's own command line: perf_analyzer asks for statistics, which `mtp serve` restricts."""
-    with server_factory(plain=True) as server:
-        yield server
 
 
 @pytest.fixture

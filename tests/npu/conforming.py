@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -44,6 +45,63 @@ def without_upper_layers(source: Path, directory: Path) -> Path:
         elif layer in kept:
             tensors[f"model.layers.{kept[layer]}.{rest}"] = tensor
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def expandable(source: Path, directory: Path) -> Path:
+    """Writes the deepseek checkpoint with keys (without their ropes) and values of 128 dimensions, the upper ones 0.
+
+    The softmax scale shrinks by √2 with the wider queries, which are therefore multiplied by it.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    nope, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    tensors = load_file(source / "model.safetensors")
+    for key, tensor in tensors.items():
+        if "q_b_proj" in key:
+            tensors[key] = _padded_parts(tensor * 2**0.5, [nope, rope], [128, rope])
+        elif "kv_b_proj" in key:
+            tensors[key] = _padded_parts(tensor, [nope, value], [128, 128])
+        elif "o_proj" in key:
+            tensors[key] = _padded_parts(tensor.T, [value], [128]).T.contiguous()
+    config |= {"qk_nope_head_dim": 128, "v_head_dim": 128}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def _padded_parts(tensor: Tensor, sizes: list[int], wanted: list[int]) -> Tensor:
+    """[heads · Σ sizes, …] → [heads · Σ wanted, …] with zeros behind each part of a head."""
+    parts = tensor.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    padded = [F.pad(part, (0, 0, 0, size - part.shape[1])) for part, size in zip(parts, wanted, strict=True)]
+    return torch.cat(padded, dim=1).flatten(0, 1)
+
+
+def sparse(source: Path, directory: Path, family: str, top_k: int) -> Path:
+    """Writes a checkpoint with the latent attention of another and an indexer of random weights in every layer.
+
+    Args:
+        family: "deepseek_v32" or "glm_moe_dsa".
+        top_k: positions that a row attends.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": family, "index_topk": top_k, "index_n_heads": 4, "index_head_dim": 128}
+    tensors, heads, size = load_file(source / "model.safetensors"), 4, 128
+    random = torch.Generator().manual_seed(0)
+    for layer in range(config["num_hidden_layers"] + 1):
+        prefix = f"model.layers.{layer}.self_attn.indexer."
+        shapes = {
+            "wq_b.weight": (heads * size, config["q_lora_rank"]),
+            "wk.weight": (size, config["hidden_size"]),
+            "weights_proj.weight": (heads, config["hidden_size"]),
+        }
+        for name, shape in shapes.items():
+            tensors[prefix + name] = (torch.randn(shape, generator=random) / shape[1] ** 0.5).bfloat16()
+        tensors[prefix + "k_norm.weight"] = torch.ones(size).bfloat16()
+        tensors[prefix + "k_norm.bias"] = torch.zeros(size).bfloat16()
+    (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     return directory
 

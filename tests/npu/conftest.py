@@ -10,8 +10,8 @@ import pytest
 if (Path(sys.prefix) / "cann").is_dir():
     import torch
     from mtp_backend import LLM
-    from mtp_backend.ops import Ops, ReferenceOps, npu_cache_rules, npu_rules, ops_for
-    from npu_host import attention, device, documented, experts, graph_engine, references  # noqa: F401
+    from mtp_backend.ops import Ops, ReferenceOps, npu_cache_rules, npu_rules, npu_sparse_rules, ops_for
+    from npu_host import attention, device, documented, experts, graph_engine, references, sparse, unpaged  # noqa: F401
 
     from npu.conforming import conforming, without_upper_layers
 
@@ -30,9 +30,12 @@ def float32_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu_rules, "LATENT_TYPES", npu_rules.VECTOR_TYPES)
     monkeypatch.setattr(npu_cache_rules, "TYPES", npu_rules.VECTOR_TYPES)
     monkeypatch.setattr(npu_rules, "GROUPED_TYPES", npu_rules.VECTOR_TYPES)
+    monkeypatch.setattr(npu_sparse_rules, "TYPES", npu_rules.VECTOR_TYPES)
     monkeypatch.setattr(attention, "LATENT_ATTENTION_TYPES", documented.FLOATS)
     monkeypatch.setattr(references, "LATENT_CACHE_TYPES", documented.FLOATS)
     monkeypatch.setattr(attention, "GROUPED_ATTENTION_TYPES", documented.FLOATS)
+    monkeypatch.setattr(sparse, "TYPES", documented.FLOATS)
+    monkeypatch.setattr(unpaged, "TYPES", documented.FLOATS)
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,18 @@
 """The engine on the emulated NPU gives the tokens of the engine on the CPU."""
 
 import math
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.cache import KVCache
-from mtp_backend.graphs import PlainPasses
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.graphs import PlainPasses
 from npu_host.device import traced
 
-from npu.conforming import DEMO
+from npu.conforming import DEMO, expandable
 
 TEXT = (
     "And it came to pass in those days, that the king of Babylon sent unto the children of Israel, saying, Thus saith "
@@ -64,6 +65,22 @@ def test_batch_expansion_equals_cpu(make_llm, expected, name):
     assert generate(make_llm(name, "npu", 3, "float32", attention_strategy="batch_expansion")) == expected[name]
 
 
+@pytest.mark.usefixtures("float32_attention")
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_gathered_keys_equal_cpu(checkpoint, make_llm, trace, tmp_path, name):
+    """Also latent attention whose keys and values are computed; the CPU's is absorbed."""
+    path = str(expandable(Path(checkpoint(name)), tmp_path)) if name == "deepseek" else None
+    on_cpu = generate(make_llm(name, "cpu", 0, "float32", path))
+    trace.operations.clear()
+    assert generate(make_llm(name, "npu", 3, "float32", path, attention_strategy="chunked_prefill")) == on_cpu
+    assert trace.operations["npu::npu_fused_infer_attention_score_v2"] > 20
+
+
+def test_keys_that_cannot_be_expanded_are_refused(checkpoint):
+    with pytest.raises(InvalidArgument, match="query: got 'D 32'; allowed: D 128 .qk_nope_head_dim."):
+        LLM(checkpoint("deepseek"), device="npu", attention_strategy="chunked_prefill")
+
+
 class Poisoning(PlainPasses):
     """Fills every slot without a computed key with NaN before each pass."""
 
@@ -108,7 +125,7 @@ def test_unused_slots_reach_no_row(make_llm, name):
         sequences = [engine.new_sequence(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         if poisoned:
             passes = Poisoning(made[0], sequences, engine.config.block_size)
-            engine._runner._target._passes = engine._drafter._passes = passes
+            engine._runner._target._context.passes = engine._drafter._passes = passes
         for sequence in sequences:
             engine.add(sequence)
         while engine.has_work:
@@ -127,7 +144,7 @@ NPU_OPERATIONS = {
     "npu_moe_gating_top_k": SPARSE_LAYERS,
     "npu_moe_init_routing_v2": SPARSE_LAYERS,
     "npu_grouped_matmul": 2 * SPARSE_LAYERS,
-    "npu_moe_token_unpermute": SPARSE_LAYERS,
+    "_npu_moe_token_unpermute": SPARSE_LAYERS,
     "npu_swiglu": LAYERS + SPARSE_LAYERS,  # the dense layer's, the routed and the shared experts'
 }
 FIRST_NORMS = PASSES + 3 * 2  # those of the first layers, and three more of each draft pass

@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
-from mtp_backend.cache import Span, build_layout
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.ops import ReferenceOps, ops_for
 from torch.testing import assert_close
 
+from npu.test_attention import attention_inputs
+
 CPU, NPU = torch.device("cpu"), torch.device("npu")
 HOST = ReferenceOps()
-# Query rows and cached rows of each sequence: decoding, verifying drafts, a prompt of several pieces, all together.
-BATCHES = [[(1, 1)], [(1, 40), (1, 7)], [(3, 3), (2, 30), (1, 5)], [(37, 45), (1, 9), (16, 16), (17, 17)]]
 
 
 @pytest.fixture(scope="module")
@@ -82,81 +81,6 @@ def test_grouped_experts(ops, dtype):
     assert_close(result.cpu(), HOST.grouped_experts(x, gate_up, down, ids, weights), **tolerance)
 
 
-def attention_inputs(batch, block_size, shapes, dtype):
-    """Layouts on both devices, and caches with NaN wherever nothing of the batch is cached."""
-    tables, caches, first = [], [torch.full((24, block_size, *shape), math.nan, dtype=dtype) for shape in shapes], 1
-    for _, total in batch:
-        blocks = -(-total // block_size)
-        tables.append(list(range(first, first + blocks))[::-1])
-        first += blocks
-        for place in range(total):
-            for cache in caches:
-                entry = torch.randn(cache.shape[2:])
-                cache[tables[-1][place // block_size], place % block_size] = entry.to(dtype)
-    spans = [Span(table, total - new, new) for (new, total), table in zip(batch, tables, strict=True)]
-    return [build_layout(spans, block_size, device) for device in (CPU, NPU)], caches
-
-
-def written_latents(ops, batch, dtype, interleaved):
-    """Layouts of a batch, and latent caches that `write_latent` filled, on both devices; the rest of them is NaN."""
-    layouts, caches = attention_inputs(batch, 16, [(1, 512), (1, 64)], dtype)
-    # Angles that 16 bits hold: the fused operation takes no others.
-    tables = [table.tolist() for table in layouts[0].block_tables]
-    spans = [Span(table, 0, total) for table, (_, total) in zip(tables, batch, strict=True)]
-    own = [torch.full_like(cache, math.nan) for cache in caches]
-    device_own = [cache.to(NPU) for cache in own]
-    slots = build_layout(spans, 16, CPU).slots
-    x, weight = torch.randn(len(slots), 576).to(dtype), (torch.rand(512) + 0.5).to(dtype)
-    angles = torch.rand(len(slots), 32) * 1000
-    cos, sin = angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
-    HOST.write_latent(x, weight, 1e-5, cos, sin, interleaved, slots, *own)
-    on_device = [part.to(NPU) for part in (x, weight, cos, sin, slots)]
-    ops.write_latent(*on_device[:2], 1e-5, *on_device[2:4], interleaved, on_device[4], *device_own)
-    return layouts, own, device_own
-
-
-@pytest.mark.usefixtures("float32_attention")
-@pytest.mark.parametrize("interleaved", [True, False])  # pairs side by side are written by one operation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [8, 20])  # 20 heads are padded to 32
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_latent_attention(ops, trace, batch, heads, dtype, interleaved):
-    (layout, device_layout), caches, device_caches = written_latents(ops, batch, dtype, interleaved)
-    assert trace.operations["npu::npu_kv_rmsnorm_rope_cache"] == interleaved
-    latent, rope = (cache.cpu() for cache in device_caches)
-    rope = rope.unflatten(-1, (2, -1)).mT.flatten(-2)  # its pairs are stored apart
-    assert_close(latent, caches[0], equal_nan=True)
-    assert_close(rope, caches[1], equal_nan=True)
-    queries = [torch.randn(len(layout.positions), heads, width).to(dtype) for width in (512, 64)]
-    result = ops.mla_attention(*(part.to(NPU) for part in queries), *device_caches, device_layout, 0.04)
-    assert_close(result.cpu(), HOST.mla_attention(*queries, latent, rope, layout, 0.04))
-
-
-@pytest.mark.usefixtures("float32_attention")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_grouped_query_attention(ops, batch, kv_heads, dtype):
-    (layout, device_layout), caches = attention_inputs(batch, 128, [(kv_heads, 128)] * 2, dtype)
-    query = torch.randn(len(layout.positions), 12, 128).to(dtype)
-    result = ops.gqa_attention(*(part.to(NPU) for part in (query, *caches)), device_layout, 0.09)
-    assert_close(result.cpu(), HOST.gqa_attention(query, *caches, layout, 0.09))
-
-
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_batch_expansion_gives_the_same(ops, batch):
-    expanding = ops_for("npu", attention_strategy="batch_expansion")
-    for method, block_size, shapes, queries in [
-        ("mla_attention", 16, [(1, 512), (1, 64)], [(8, 512), (8, 64)]),
-        ("gqa_attention", 128, [(4, 128)] * 2, [(12, 128)]),
-    ]:
-        (_, layout), caches = attention_inputs(batch, block_size, shapes, torch.bfloat16)
-        rows = [torch.randn(len(layout.positions), *shape).bfloat16() for shape in queries]
-        inputs = [part.to(NPU) for part in (*rows, *caches)]
-        together, alone = (getattr(own, method)(*inputs, layout, 0.05) for own in (ops, expanding))
-        assert_close(alone.cpu(), together.cpu())
-
-
 def test_attention_in_float32_is_refused(ops):
     (_, layout), caches = attention_inputs([(1, 3)], 128, [(1, 128)] * 2, torch.float32)
     query = torch.randn(1, 2, 128)
@@ -164,10 +88,10 @@ def test_attention_in_float32_is_refused(ops):
         ops.gqa_attention(*(part.to(NPU) for part in (query, *caches)), layout, 0.09)
 
 
-def latent(ops, width=512, block_size=16, heads=8, kv_heads=1, rope_heads=1):
+def latent(ops, width=512, block_size=16, heads=8, kv_heads=1, rope_heads=1, rope_type=torch.bfloat16):
     shapes = [(kv_heads, width), (rope_heads, 64)]
     (_, layout), caches = attention_inputs([(1, 3)], block_size, shapes, torch.bfloat16)
-    queries = [torch.randn(1, heads, size).bfloat16() for size in (width, 64)]
+    queries = [torch.randn(1, heads, size).to(dtype) for size, dtype in ((width, torch.bfloat16), (64, rope_type))]
     ops.mla_attention(*(part.to(NPU) for part in (*queries, *caches)), layout, 0.1)
 
 
@@ -176,8 +100,8 @@ def grouped(ops, width=128, block_size=128, heads=12):
     ops.gqa_attention(*(part.to(NPU) for part in (torch.randn(1, heads, width).bfloat16(), *caches)), layout, 0.1)
 
 
-def experts(ops, count=6, dtype=torch.float32):
-    x, gate_up, down = (torch.randn(*shape).to(NPU) for shape in ((2, 8), (count, 16, 8), (count, 8, 8)))
+def experts(ops, count=6, dtype=torch.float32, hidden=8):
+    x, gate_up, down = (torch.randn(*shape).to(NPU) for shape in ((2, hidden), (count, 16, 8), (count, 8, 8)))
     ids = torch.zeros(2, 1, dtype=torch.int32, device=NPU)
     ops.grouped_experts(x.to(dtype), gate_up, down, ids, torch.ones(2, 1, device=NPU))
 
@@ -214,8 +138,8 @@ def latent_writing(ops, tokens=3, heads=1, slot_dtype=torch.int64):
     ops.write_latent(x, weight, 1e-6, angles.cos(), angles.sin(), True, slots, latent, rope)
 
 
-def activation(ops, dtype=torch.bfloat16):
-    ops.swiglu(torch.ones(2, 4, dtype=dtype, device=NPU))
+def activation(ops, dtype=torch.bfloat16, width=4):
+    ops.swiglu(torch.ones(2, width, dtype=dtype, device=NPU))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +147,7 @@ def activation(ops, dtype=torch.bfloat16):
     [
         (latent, {"width": 256}, "key: got 'D 256'"),
         (latent, {"block_size": 32}, "block_size: got 32"),
+        (latent, {"rope_type": torch.float16}, "query_rope: got torch.float16; allowed: torch.bfloat16, as query"),
         (latent, {"heads": 129}, "num_query_heads: got 256"),
         (latent, {"kv_heads": 2}, r"key: got \(24, 16, 1024\)"),
         (latent, {"rope_heads": 2}, r"key_rope: got \(24, 16, 128\)"),
@@ -231,6 +156,7 @@ def activation(ops, dtype=torch.bfloat16):
         (grouped, {"heads": 260}, "num_query_heads: got 260"),
         (experts, {"count": 1}, "group_list: got '1 experts'"),
         (experts, {"dtype": torch.bfloat16}, "weight: got torch.float32"),
+        (experts, {"hidden": 6}, r"x: got \(2, 6\); allowed: .rows, 8."),
         (rotary, {"heads": 1000}, "input: got '1000 heads'"),
         (routing, {"groups": 8}, "group_count: got 8"),
         (routing, {"bias_type": torch.bfloat16}, "bias: got torch.bfloat16"),
@@ -242,6 +168,7 @@ def activation(ops, dtype=torch.bfloat16):
         (latent_writing, {"heads": 2}, r"k_cache: got \(2, 16, 2, 64\)"),
         (latent_writing, {"slot_dtype": torch.int32}, "index: got torch.int32"),
         (activation, {"dtype": torch.int32}, "input: got torch.int32"),
+        (activation, {"width": 3}, r"input: got \(2, 3\); allowed: an even last dimension"),
     ],
 )
 def test_rules_are_checked_before_the_call(ops, call, wrong, named):

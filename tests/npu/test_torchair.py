@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torchair
@@ -78,3 +80,17 @@ def test_dumps_of_the_graph_engine(tmp_path):
 def test_operations_that_run_eagerly_are_dumped(generate, tmp_path):
     generate(run_eagerly=True, data_dump_path=str(tmp_path))
     assert len(list(tmp_path.rglob("*.npy"))) > 100
+
+
+def test_signals_stay_the_engine_s():
+    code = """
+import signal, sys
+from mtp_backend.config import EngineConfig
+from mtp_backend.graphs import graph_mode_for
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+before = signal.getsignal(signal.SIGTERM)
+graph_mode_for(EngineConfig("a", device="npu", graph_mode="torchair"), None)
+assert "torchair" in sys.modules
+assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == (signal.SIG_IGN, before)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from npu_host.device import npu_op
-from npu_host.documented import demand
+from npu_host.documented import demand, is_causal
+from npu_host.unpaged import attend_unpaged
 
 # Types that the attention takes. Tests may add float32 to compare a whole engine exactly; no device has such a kernel.
 LATENT_ATTENTION_TYPES = {torch.float16, torch.bfloat16}
 GROUPED_ATTENTION_TYPES = {torch.bfloat16}
-CAUSAL = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 @npu_op("npu_fused_infer_attention_score_v2.out")
@@ -53,7 +53,10 @@ def fused_infer_attention_score(
         input_layout == "TND" and query.dim() == 3 and key.dim() == 3, "only TND with [blocks, block, H] is emulated"
     )
     demand(actual_seq_qlen is not None and actual_seq_kvlen is not None, "TND needs the lengths of its sequences")
-    demand(block_table is not None, "only a paged cache is emulated")
+    if block_table is None and block_size == 0:
+        given = query, key, value, query_rope, key_rope, atten_mask, actual_seq_qlen, actual_seq_kvlen
+        return attend_unpaged(*given, num_query_heads, num_key_value_heads, softmax_scale, sparse_mode)
+    demand(block_table is not None, "a paged cache has a table of its blocks")
     tokens, heads, size = query.shape
     num_key_value_heads = num_key_value_heads or num_query_heads
     starts = [0, *actual_seq_qlen]
@@ -76,7 +79,7 @@ def fused_infer_attention_score(
     if sparse_mode == 3:
         demand(atten_mask is not None and atten_mask.shape == (2048, 2048), "sparse_mode 3 takes a mask [2048, 2048]")
         demand(atten_mask.dtype in {torch.bool, torch.int8, torch.uint8}, "the mask is bool or 8 bits")
-        demand(torch.equal(atten_mask.bool(), CAUSAL), "the mask hides what is right of the diagonal")
+        demand(is_causal(atten_mask), "the mask hides what is right of the diagonal")
         pairs = zip(lengths, actual_seq_kvlen, strict=True)
         demand(
             all(queries <= keys for queries, keys in pairs), "with sparse_mode 3 a sequence has a key for each query"

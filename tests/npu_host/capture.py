@@ -31,7 +31,13 @@ class PendingUpdate(RuntimeError):
 
 @dataclass
 class Task:
-    """A captured operation: how to run it, its stream, and the tensors that its results are written to."""
+    """A captured operation.
+
+    Attributes:
+        run: computes it.
+        results: the tensors that its results are written to.
+        host: arguments and results on the host, once the task has run.
+    """
 
     name: str
     run: Callable[..., Any]
@@ -39,6 +45,7 @@ class Task:
     kwargs: dict[str, Any]
     stream: Any = field(default_factory=torch.npu.current_stream)
     results: list[Tensor] = field(default_factory=list)
+    host: tuple[Any, ...] | None = None
 
 
 @dataclass
@@ -134,7 +141,7 @@ def update(name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     task = state.updating
     if name != task.name:
         raise CaptureError(f"the update of a captured {task.name} is {name}")
-    task.args, task.kwargs = args, kwargs
+    task.args, task.kwargs, task.host = args, kwargs, None
     return kwargs["out"]
 
 

@@ -153,11 +153,20 @@ def _run(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
 
 
 def _execute(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    if _traces:
+        _count(name, torch.npu.current_stream().stream_id, args)
+    return _compute(kernel, *args, **kwargs)
+
+
+def _count(name: str, stream: int, args: tuple[Any, ...]) -> None:
     for trace in _traces:
         trace.operations[name] += 1
-        trace.launches.append((name, torch.npu.current_stream().stream_id))
+        trace.launches.append((name, stream))
         if name == "aten::_local_scalar_dense":
             trace.copies["device to host"].append(args[0].element_size())
+
+
+def _compute(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     originals: list[tuple[Tensor, Tensor]] = []
 
     def to_host(value: Any) -> Any:
@@ -172,7 +181,7 @@ def _execute(kernel: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -
         if not isinstance(value, Tensor):
             return value
         if value.dtype == torch.float64:
-            raise DeviceError(f"{name} makes float64 values, which the device does not have")
+            raise DeviceError(f"{kernel} makes float64 values, which the device does not have")
         for alias, original in originals:
             if value is alias:
                 if original.shape != value.shape:  # the kernel resized an output that it was given
@@ -195,13 +204,23 @@ def _poisoned(like: Tensor) -> Tensor:
 
 def _replay(task: capture.Task) -> None:
     """Runs a captured task into the tensors that its capture gave."""
-    with torch.npu.stream(task.stream):
-        results = _execute(task.run, task.name, *task.args, **task.kwargs)
-    for own, new in zip(task.results, [leaf for leaf in _leaves(results) if isinstance(leaf, Tensor)], strict=True):
+    _count(task.name, task.stream.stream_id, task.args)
+    if task.host is None:
+        task.host = _map(_as_on_host, (task.args, task.kwargs, task.results))
+    args, kwargs, owns = task.host
+    with torch.no_grad():
+        results = task.run(*args, **kwargs)
+    for own, new in zip(owns, [leaf for leaf in _leaves(results) if isinstance(leaf, Tensor)], strict=True):
         if (own.shape, own.dtype) != (new.shape, new.dtype):
             raise AssertionError(f"{task.name}: captured {own.shape} {own.dtype}, replayed {new.shape} {new.dtype}")
-        if own is not new:
-            on_host(own).copy_(on_host(new))
+        if own.data_ptr() != new.data_ptr():  # else it was written in place
+            own.copy_(new)
+
+
+def _as_on_host(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return on_host(value) if isinstance(value, Tensor) else value
 
 
 def run_checked(reference: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:

@@ -124,6 +124,14 @@ def moe_token_unpermute(rows: Tensor, sorted_indices: Tensor, probs: Tensor | No
     return (gathered * probs.float()[..., None]).sum(1).to(rows.dtype)
 
 
+@npu_op("_npu_moe_token_unpermute")
+def moe_token_unpermute_for_backward(
+    rows: Tensor, sorted_indices: Tensor, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What torch_npu launches outside of torch.inference_mode()."""
+    return moe_token_unpermute(rows, sorted_indices, probs), rows
+
+
 @npu_op("npu_moe_finalize_routing")
 def moe_finalize_routing(
     rows: Tensor,

@@ -1,12 +1,14 @@
 """A client process for test_chaos: does one thing after the other, most of them not to their end, until it is killed.
 
-python -m server.chaos_client HTTP_URL GRPC_URL CASES SEED: CASES is a JSON file of requests and what each gives alone.
-It writes a line for each thing done. What it was told wrongly, or an error, ends it.
+python -m server.chaos_client HTTP_URL GRPC_URL CASES IDLE SEED: CASES is a JSON file of requests and what each gives
+alone, IDLE the seconds after which the server may forget a sequence. It writes a line for each thing done. What it was
+told wrongly, or an error, ends it.
 """
 
 import json
 import random
 import sys
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -18,11 +20,15 @@ from server.helpers import Connection, Refusal, events, generate, text, tokens
 GIVEN_UP_SECONDS = 0.02
 
 
+class Forgotten(Exception):
+    """A sequence was idle for too long, as it can be on a machine that is far too busy."""
+
+
 class Chaos:
     """One client; `seed` names its sequences too."""
 
-    def __init__(self, server, connection, cases, seed):
-        self._server, self._connection, self._cases = server, connection, cases
+    def __init__(self, server, connection, cases, idle, seed):
+        self._server, self._connection, self._cases, self._idle = server, connection, cases, idle
         self._seed, self._rng = seed, random.Random(seed)
         self._num_sequences = 0
 
@@ -32,8 +38,15 @@ class Chaos:
             [self.stream, self.answer, self.cancel, self.disconnect, self.sequence]
             + [self.end_early, self.abandon, self.give_up]
         )
-        do(self._rng.choice(self._cases))
+        try:
+            do(self._rng.choice(self._cases))
+        except Forgotten:
+            return "forgotten"
         return do.__name__
+
+    def pause(self):
+        """Seconds until the next thing: many clients leave the server most of a small machine."""
+        return self._rng.uniform(0, 2)
 
     def stream(self, case):
         """A stream to its end; some of the requests stop at a text."""
@@ -64,17 +77,19 @@ class Chaos:
 
     def sequence(self, case):
         """A sequence to its end."""
-        self._check(case, self._connection.run(self._name(), case["prompt"], case["params"]), whole=True)
+        name, steps = self._stepped(case, case["params"]["max_tokens"])
+        self._go_on(name, end=True, step=-1)
+        self._check(case, steps, whole=True)
 
     def end_early(self, case):
         """A sequence that is ended between two steps."""
-        name, steps = self._started(case)
-        self._connection.end(name)
+        name, steps = self._stepped(case, self._rng.randint(0, 8))
+        self._go_on(name, end=True, step=-1)
         self._check(case, steps)
 
     def abandon(self, case):
         """A sequence that its client never ends."""
-        self._check(case, self._started(case)[1])
+        self._check(case, self._stepped(case, self._rng.randint(0, 8))[1])
 
     def give_up(self, case):
         """A step that its client does not wait for; the sequence then starts again, or it is abandoned."""
@@ -91,14 +106,23 @@ class Chaos:
         self._num_sequences += 1
         return f"chaos {self._seed} {self._num_sequences}"
 
-    def _started(self, case):
-        """A sequence after some steps."""
+    def _stepped(self, case, most):
+        """The name of a sequence and its steps, so many behind the first at most."""
         name = self._name()
         steps = [self._connection.step(name, start=True, text_input=case["prompt"], sampling_parameters=case["params"])]
-        for _ in range(self._rng.randint(0, 8)):
-            if not steps[-1]["finish_reason"]:
-                steps.append(self._connection.step(name, step=len(steps)))
+        while len(steps) <= most and not steps[-1]["finish_reason"]:
+            steps.append(self._go_on(name, step=len(steps)))
         return name, steps
+
+    def _go_on(self, name, **options):
+        asked = time.monotonic()
+        try:
+            return self._connection.step(name, **options)
+        except InferenceServerException as error:
+            told = Refusal.of(error).message
+            if time.monotonic() - asked > self._idle and ("START flag" in told or "sequence lost" in told):
+                raise Forgotten from None
+            raise
 
     def _open(self, case):
         return self._connection.open_stream(text_input=case["prompt"], sampling_parameters=case["params"], stream=True)
@@ -118,12 +142,13 @@ class Chaos:
 
 
 def main():
-    http_url, grpc_url, cases, seed = sys.argv[1:]
+    http_url, grpc_url, cases, idle, seed = sys.argv[1:]
     server = SimpleNamespace(http_url=http_url, grpc_url=grpc_url)
     with open(cases) as file, Connection(server) as connection:
-        chaos = Chaos(server, connection, json.load(file), int(seed))
+        chaos = Chaos(server, connection, json.load(file), int(idle), int(seed))
         while True:
             print(chaos.act(), flush=True)
+            time.sleep(chaos.pause())
 
 
 if __name__ == "__main__":

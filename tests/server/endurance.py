@@ -15,7 +15,7 @@ from server.running import process_table
 SOAK = int(os.environ.get("MTP_SOAK", "1"))  # times the counts of the tests
 SEED = int(os.environ.get("MTP_SEED", "1"))
 LIMIT_SECONDS = 8 if SOAK == 1 else 30 * SOAK  # then the rest of a test is left out, which its output says
-NUM_CLIENTS = 4
+NUM_CLIENTS = 8
 WARM_GROWTH, FIRST_GROWTH_MIB = 1.05, 96
 WARM = SOAK >= 100  # whether the first tenth of a test is enough for processes to come to their level
 SHARED_GROWTH = 4 << 20
@@ -86,6 +86,9 @@ def unharmed(server, alone):
     levels = Levels(server)
     try:
         yield levels.note
+    except BaseException:
+        print(server.tail())
+        raise
     finally:
         stop.set()
         thread.join()
@@ -127,8 +130,10 @@ def run_all(count, new_client, warm):
             failed.set()
             raise
 
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        list(pool.map(work, range(NUM_CLIENTS)))
-    left = len(list(numbers))
-    print(f"\n{outcomes.total()} in {time.monotonic() - started:.0f} s, {left} of {count} left out: {dict(outcomes)}")
+    try:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            list(pool.map(work, range(NUM_CLIENTS)))
+    finally:
+        left, seconds = len(list(numbers)), time.monotonic() - started
+        print(f"\n{outcomes.total()} in {seconds:.0f} s, {left} of {count} left out: {dict(outcomes)}")
     return outcomes

@@ -233,8 +233,13 @@ def running_server(values="deepseek-demo.toml", plain=False, options=(), edit=No
         with open(folder / "log", "w") as log:
             # What the tests' own process has to compute with is not for the server, which sets it for its engine.
             environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+            # A session of its own: Linux shares processors out by session first, and the clients are in this one.
             process = subprocess.Popen(
-                list(map(str, command)), stdout=log, stderr=log, env=environment | {"TMPDIR": str(folder / "tmp")}
+                list(map(str, command)),
+                stdout=log,
+                stderr=log,
+                env=environment | {"TMPDIR": str(folder / "tmp")},
+                start_new_session=True,
             )
         server = Server(process, *urls, folder / "repository", folder / "tmp", folder / "log")
         try:

@@ -22,8 +22,9 @@ from server.test_metrics import GAUGES, scrape
 NUM_CLIENTS = 16 if SOAK > 1 else 4
 SECONDS = 6 * SOAK if SOAK > 1 else 6
 WARM_SHARE = 0.2
-KILL_SECONDS = (1.0, 4.0)  # between two kills
-IDLE_SECONDS = 3
+KILL_SECONDS = (2.0, 6.0) if SOAK > 1 else (1.0, 3.0)  # between two kills
+IDLE_SECONDS = 10
+NUM_THINGS = 8  # that a client does
 PARAMS = [
     {"max_tokens": 12, "ignore_eos": True},
     {"max_tokens": 40, "stop": ["the"]},
@@ -38,6 +39,7 @@ def server(server_factory):
         max_candidate_sequences=256,
         max_sequence_idle_microseconds=IDLE_SECONDS * 1_000_000,
         sequence_ttl_seconds=IDLE_SECONDS,
+        kv_cache_bytes=64 << 20,  # soon all of it has been used: 512 blocks, of which abandoned sequences hold many
     ) as server:
         yield server
 
@@ -61,7 +63,8 @@ class Clients:
     """The client processes, each with a seed and a log of its own."""
 
     def __init__(self, server, cases, folder):
-        self._command = [sys.executable, "-m", "server.chaos_client", server.http_url, server.grpc_url, str(cases)]
+        self._command = [sys.executable, "-m", "server.chaos_client", server.http_url, server.grpc_url]
+        self._command += [str(cases), str(IDLE_SECONDS)]
         self._folder = folder
         self._num_started = 0
         self.running = []
@@ -116,8 +119,8 @@ def test_chaos(server, cases, tmp_path):
         wait_for(lambda: clients.done().total() > NUM_CLIENTS, 120, clients.log)
         end, next_kill = time.monotonic() + SECONDS, 0.0
         warm = end - (1 - WARM_SHARE) * SECONDS
-        while (now := time.monotonic()) < end:
-            assert all(process.poll() is None for process in clients.running), clients.log()
+        while (now := time.monotonic()) < end or len(clients.done()) < NUM_THINGS:
+            assert all(process.poll() is None for process in clients.running), f"{clients.log()}\n{server.tail()}"
             if now >= next_kill:
                 clients.kill(rng.randrange(NUM_CLIENTS))
                 clients.start()
@@ -132,7 +135,7 @@ def test_chaos(server, cases, tmp_path):
         done = clients.done()
     print(f"\n{NUM_CLIENTS} clients, {SECONDS} s: {done.total()} requests and sequences, {num_killed} clients killed")
     print(dict(done))
-    assert len(done) == 8 and num_killed > 1
+    assert num_killed > 1
     held = [name for name in GAUGES if name != "mtp_kv_blocks"]
     wait_for(lambda: not any(scrape(server)[name] for name in held), 60, lambda: f"nothing held: {scrape(server)}")
     assert server.descendants() == before and server.num_served() == 1, server.tail()

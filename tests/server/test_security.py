@@ -1,19 +1,23 @@
 """What is closed by default, what a key opens, and TLS on gRPC (L0_http restricted_api, L0_secure_grpc)."""
 
 import asyncio
+import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import grpc as grpc_core
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
+from mtp_backend.serving import tritonserver
 from mtp_client import AsyncClient, Client, Tls, Unavailable
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
 
 from server.helpers import PROMPTS, generate, inputs, sequence_tensors
-from server.running import COMMANDS, ROOT, running_gateway
+from server.running import COMMANDS, ROOT, START_SECONDS, running_gateway, wait_for
 from server.test_sequence_batcher import GREEDY, refusal
 
 KEY = "a-key-of-this-test"
@@ -293,3 +297,27 @@ def test_key(secured_server, certificates):
         headers = {"triton-grpc-protocol-mtp-key": KEY}
         assert client.get_inference_statistics("generate", headers=headers).model_stats[0].name == "generate"
         assert "UNAVAILABLE" in str(refusal(client.get_inference_statistics, "generate"))
+
+
+def data_limit(pid):
+    [line] = re.findall(r"^Max data size +(\S+)", Path(f"/proc/{pid}/limits").read_text(), re.MULTILINE)
+    return line
+
+
+def test_shape_too_large(secured_server, alone):
+    """A fault of the packaged server: it takes the memory that a shape in JSON asks for. It ends at its limit, not when
+    the host has no more, and is started again; the engine has no limit and stays."""
+    server = secured_server
+    served, engine, triton = server.num_served(), server.engine_pid(), server.triton_pid()
+    assert data_limit(triton) == data_limit(server.stub_pid("main")) == str(tritonserver.SERVER_MEMORY_KIB << 10)
+    assert data_limit(engine) == data_limit(server.pid) == "unlimited"
+    tensor = {"name": "input_ids", "datatype": "INT64", "shape": [2**31, 1], "data": [5]}  # 16 GiB
+    body = {"parameters": {"sequence_id": 5, "sequence_start": True}, "inputs": [tensor]}
+    with pytest.raises(httpx.TransportError):
+        httpx.post(f"http://{server.http_url}/v2/models/main/infer", json=body, timeout=60, trust_env=False)
+    wait_for(lambda: server.num_served() == served + 1, START_SECONDS, server.tail)
+    assert "bad_alloc" in server.log.read_text(errors="replace") and server.engine_pid() == engine
+    assert (
+        generate(server, text_input=PROMPTS[0], **GREEDY).json()["output_ids"] == alone(PROMPTS[0], **GREEDY).token_ids
+    )
+    server.note()

@@ -2,7 +2,8 @@
 
 Arguments: HTTP port, folder. The file `start` in it lists what each start does, a word a line: `serve` (also when
 there are no more lines), `fail`, `crash`, `refuse` (requests), `slow` (the first), `stay` (after SIGTERM), `busy` (and
-stay), `hang` (an engine below it that shows no life), `stop` (the process below it shows life once and is stopped).
+stay), `hang` (an engine below it that shows no life), `stop` (the process below it shows life once and is stopped),
+`lose` (the process below it, at the first request).
 """
 
 import mmap
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -66,6 +68,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         (folder / "asked").open("a").write(f"{self.path}\n")
+        if behaviour == "lose":
+            stub.kill()
+            stub.wait()
+            time.sleep(600)
         passing = [(500, "Stub process 'main_0_0' is not healthy."), (503, "later"), (400, "UNAVAILABLE: no engine")]
         failures = {"refuse": [(400, "no such thing")] * 9, "slow": passing}.get(behaviour, [])
         number = len((folder / "asked").read_text().splitlines()) - 1

@@ -266,8 +266,11 @@ def test_weight_prefetch_bytes():
 def test_attention_strategy():
     config = EngineConfig("somewhere", device="npu", attention_strategy="batch_expansion")
     assert EngineConfig.from_dict(json.loads(config.to_json())) == config
-    with pytest.raises(InvalidArgument, match="attention_strategy: got 'chunked_prefill'; allowed: one of batch_exp"):
-        EngineConfig("somewhere", device="npu", attention_strategy="chunked_prefill")
+    EngineConfig("somewhere", device="npu", attention_strategy="chunked_prefill")
+    with pytest.raises(
+        InvalidArgument, match="attention_strategy: got 'paged'; allowed: one of batch_expansion, chunked"
+    ):
+        EngineConfig("somewhere", device="npu", attention_strategy="paged")
     with pytest.raises(
         InvalidArgument, match="attention_strategy: got 'batch_expansion'; allowed: tnd with graph_mode"
     ):

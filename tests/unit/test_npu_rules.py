@@ -10,6 +10,7 @@ from mtp_backend.cache import Span, build_layout
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.models.config import YarnConfig
 from mtp_backend.ops import npu_cache_rules as cache_rules
+from mtp_backend.ops import npu_model_rules as model_rules
 from mtp_backend.ops import npu_prefetch as prefetch
 from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops import ops_for
@@ -145,6 +146,22 @@ BROKEN += [
     (rules.check_norm, NORM, {"weight": torch.ones(8)}, "gamma: got torch.float32"),
     (rules.check_norm, NORM, {"x": torch.ones([1] * 9, dtype=BF16)}, "x1: got '9 dimensions'"),
 ]
+PRODUCTS = {"x": torch.ones(3, 8), "gate_up": torch.ones(4, 12, 8), "down": torch.ones(4, 8, 6)}
+BROKEN += [
+    (rules.check_expert_products, PRODUCTS, {"x": torch.ones(3, 6)}, "x: got (3, 6); allowed: [rows, 8]"),
+    (rules.check_expert_products, PRODUCTS, {"x": torch.ones(3, 1, 8)}, "x: got (3, 1, 8)"),
+    (
+        rules.check_expert_products,
+        PRODUCTS,
+        {"down": torch.ones(4, 8, 12)},
+        "weight: got (4, 8, 12); allowed: (4, 8, 6)",
+    ),
+    (rules.check_expert_products, PRODUCTS, {"down": torch.ones(3, 8, 6)}, "weight: got (3, 8, 6)"),
+    (rules.check_expert_products, PRODUCTS, {"down": torch.ones(4, 8, 6).half()}, "next_weight: got torch.float16"),
+    (rules.check_expert_products, PRODUCTS, {"gate_up": torch.ones(1, 12, 8)}, "group_list: got '1 experts'"),
+    (rules.check_swiglu, {"x": torch.ones(3, 8)}, {"x": torch.ones(3, 7)}, "npu_swiglu: input: got (3, 7)"),
+    (rules.check_swiglu, {"x": torch.ones(3, 8)}, {"x": torch.ones(3, 8).double()}, "input: got torch.float64"),
+]
 WRITE = {
     "kv": (1, 1, 3, 576),
     "weight": (512,),
@@ -265,6 +282,23 @@ def network(**changes):
     return SimpleNamespace(**sizes | changes)
 
 
+def test_networks_whose_keys_and_values_can_be_expanded():
+    sizes = {"qk_nope_head_dim": 128, "v_head_dim": 128}
+    model_rules.check_ways(network(**sizes), BF16, None, "chunked_prefill")
+    model_rules.check_ways(grouped_network(), BF16, None, "chunked_prefill")
+    for wrong, named in [
+        ({"qk_nope_head_dim": 192}, "query: got 'D 192'"),
+        ({"v_head_dim": 256}, "value: got 'D 256'"),
+    ]:
+        with pytest.raises(InvalidArgument, match=named):
+            model_rules.check_ways(network(**sizes | wrong), BF16, None, "chunked_prefill")
+
+
+def sparse_network(**changes):
+    """Sizes of DeepSeek-V3.2 unless changed."""
+    return network(**{"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128} | changes)
+
+
 def grouped_network(**changes):
     """Sizes of GLM-4.5 unless changed."""
     sizes = vars(network(num_attention_heads=96, n_routed_experts=160, n_group=1, topk_group=1))
@@ -274,12 +308,24 @@ def grouped_network(**changes):
 
 
 def test_official_models_are_allowed():
-    rules.check_model(network(), BF16, 128)
-    rules.check_model(network(), BF16, 16)
-    rules.check_model(
+    model_rules.check_model(network(), BF16, 128)
+    model_rules.check_model(network(), BF16, 16)
+    model_rules.check_model(
         network(num_attention_heads=20, n_group=1, topk_group=1), BF16, 128
     )  # GLM-4.7-Flash: padded to 32
-    rules.check_model(grouped_network(), BF16, 128)
+    model_rules.check_model(grouped_network(), BF16, 128)
+    model_rules.check_model(sparse_network(), BF16, 128)
+    model_rules.check_model(sparse_network(num_attention_heads=64, index_n_heads=32), BF16, 16)  # GLM-5
+
+
+def test_ways_of_sparse_attention():
+    for graph_mode in (None, "eager"):
+        model_rules.check_ways(sparse_network(), BF16, graph_mode, "tnd")
+    model_rules.check_ways(network(), BF16, "npugraph", "batch_expansion")
+    with pytest.raises(InvalidArgument, match="graph_mode: got 'npugraph'; allowed: eager: sparse attention"):
+        model_rules.check_ways(sparse_network(), BF16, "npugraph", "tnd")
+    with pytest.raises(InvalidArgument, match="attention_strategy: got 'batch_expansion'; allowed: tnd: with sparse"):
+        model_rules.check_ways(sparse_network(), BF16, "eager", "batch_expansion")
 
 
 @pytest.mark.parametrize(
@@ -294,13 +340,15 @@ def test_official_models_are_allowed():
         (grouped_network(), FP32, 128, "query"),
         (grouped_network(), BF16, 16, "block_size"),
         (grouped_network(head_dim=64), BF16, 128, "head_dim"),
-        (network(index_topk=2048), BF16, 128, "device: got 'npu'; allowed: cpu: sparse attention"),
+        (sparse_network(index_head_dim=64), BF16, 128, "index_head_dim"),
+        (sparse_network(index_n_heads=65), BF16, 128, "index_n_heads"),
+        (sparse_network(index_topk=2049), BF16, 128, "index_topk"),
         (grouped_network(norm_topk_prob=False), BF16, 128, "norm_topk_prob"),
     ],
 )
 def test_other_models_are_refused_at_start(model, dtype, block_size, named):
     with pytest.raises(InvalidArgument, match=named):
-        rules.check_model(model, dtype, block_size)
+        model_rules.check_model(model, dtype, block_size)
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch_npu is installed")

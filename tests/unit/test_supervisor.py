@@ -116,6 +116,15 @@ def test_crash_while_starting(supervised):
     assert one.process.wait(30) == 0
 
 
+def test_process_lost_while_starting(supervised):
+    """All models were loaded, so it is no failure either."""
+    one = supervised("lose")
+    one.wait_for("ready")
+    assert one.starts() == ["lose", "serve"] and "a model's process ended before the first answer" in one.text()
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(30) == 0
+
+
 def test_only_crashes(supervised):
     one = supervised(*["crash"] * 9)
     assert one.process.wait(60) == 4

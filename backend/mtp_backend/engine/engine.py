@@ -30,6 +30,7 @@ from mtp_backend.graphs import (
     EagerTarget,
     GraphContext,
     GraphTarget,
+    RecordedPasses,
     chain_for,
     graph_mode_for,
     make_buckets,
@@ -41,7 +42,8 @@ from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
-from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS, check_model
+from mtp_backend.ops.npu_model_rules import check_model, check_ways
+from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
@@ -107,6 +109,7 @@ class Engine:
         dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.device == "npu":
             check_model(model, dtype, config.block_size)
+            check_ways(model, dtype, config.graph_mode, config.attention_strategy)
         if config.graph_mode == "inductor":
             check_inductor(model, dtype)
         num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
@@ -124,11 +127,13 @@ class Engine:
         )
         self.totals = EngineTotals()
         self.pool = BlockPool(num_blocks, config.block_size)
-        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype)
+        max_blocks = -(-longest // config.block_size)
+        mode, passes = graph_mode_for(config, ops), passes_for(config, networks, ops, dtype, max_blocks)
         self._passes = passes
         buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
         # What pads a batch or a chain of drafts writes blocks behind those of the pool.
-        dummy_blocks = num_dummy_blocks(buckets, config.block_size)
+        pads = mode or isinstance(passes, RecordedPasses)
+        dummy_blocks = num_dummy_blocks(buckets, config.block_size) if pads else 0
         cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, self.device)
         graphs = GraphContext(
             networks,
@@ -138,7 +143,7 @@ class Engine:
             passes,
             mode,
             buckets,
-            max_blocks=-(-longest // config.block_size),
+            max_blocks=max_blocks,
             dummy_block=num_blocks,
         )
         self._prefix = PrefixReuse(self.pool, num_draft_layers, config.enable_prefix_caching, self.totals.prefix)
@@ -335,7 +340,6 @@ class Engine:
         """Whether `step` has anything to do."""
         return self._drafting.has_work or self.scheduler.has_work
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One device batch: verify, accept, commit, draft.
 
@@ -392,7 +396,7 @@ class Engine:
             sequence.draft_ids, sequence.draft_probs = [], []
             output = StepOutput(sequence, committed, accepted)
         if self._drafter is not None:
-            rows = computed.hidden[: num_computed - sequence.num_computed]
+            rows = computed.hidden(num_computed - sequence.num_computed)
             if sequence.hidden is not None:
                 rows = torch.cat([sequence.hidden, rows])
             elif sequence.paced:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,15 +34,22 @@ class Computed:
     """What a pass of the target network gave for one share of a batch.
 
     Attributes:
-        hidden: its rows [fed tokens, H].
+        rows: hidden rows of the whole batch, [T, H].
+        first, length: the share's own begin with `first`.
         prompt_logprobs: for the next tokens of the prompt, if the request asks for them.
         logits: of its last committed token and its drafts, as the network gives them, [1 + k, vocab]; None for a share
             that does not reach the end of its text, and where no request of the batch wants log-probabilities.
     """
 
-    hidden: Tensor
-    prompt_logprobs: list[dict[int, Logprob]]
+    rows: Tensor
+    first: int
+    length: int
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     logits: Tensor | None = None
+
+    def hidden(self, count: int) -> Tensor:
+        """The first rows of the share, [count, H]."""
+        return self.rows[self.first : self.first + count]
 
 
 class TargetRunner:
@@ -68,8 +75,13 @@ class TargetRunner:
             token_ids += fed
         all_draw = all(share.samples and share.num_tokens == 1 for share in batch)
         rows = self._target.run(token_ids, spans, all_logits=all_draw)
-        parts = rows.hidden.split([span.length for span in spans])
-        computed = [Computed(own, self._prompt_logprobs(share, own)) for share, own in zip(batch, parts, strict=True)]
+        computed, first = [], 0
+        for share, span in zip(batch, spans, strict=True):
+            done = Computed(rows.hidden, first, span.length)
+            if share.sequence.params.prompt_logprobs is not None:
+                done.prompt_logprobs = self._prompt_logprobs(share, done.hidden(span.length))
+            computed.append(done)
+            first += span.length
         drawing = [(share, done) for share, done in zip(batch, computed, strict=True) if share.samples]
         return computed, self._scores(drawing, rows) if drawing else None
 
@@ -77,7 +89,7 @@ class TargetRunner:
         counts = [1 + len(share.draft_ids) for share, _ in drawing]
         logits = rows.logits
         if logits is None:
-            parts = [done.hidden[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
+            parts = [done.hidden(done.length)[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
             logits = self._networks.target.logits(torch.cat(parts))
         if any(share.sequence.params.logprobs is not None for share, _ in drawing):
             for (_, done), own in zip(drawing, logits.split(counts), strict=True):
@@ -100,8 +112,6 @@ class TargetRunner:
         A sequence that is computed again after preemption has had its first ones before.
         """
         sequence = share.sequence
-        if sequence.params.prompt_logprobs is None:
-            return []
         start = sequence.num_computed
         first = max(start, len(sequence.prompt_logprobs))
         behind = min(start + share.num_tokens, sequence.num_prompt_tokens - 1)

@@ -4,6 +4,7 @@ from mtp_backend.config import EngineConfig
 from mtp_backend.graphs.buckets import Bucket, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.chain import DraftChain, RecordedChain, chain_for
 from mtp_backend.graphs.mode import GraphContext, GraphMode
+from mtp_backend.graphs.own_signals import own_signals
 from mtp_backend.graphs.passes import Function, PassBatch, Passes, PlainPasses
 from mtp_backend.graphs.recorded import RecordedPasses, passes_for
 from mtp_backend.graphs.target import EagerTarget, GraphTarget, TargetPass, TargetRows
@@ -44,7 +45,8 @@ def graph_mode_for(config: EngineConfig, ops: Ops) -> GraphMode | None:
 
         return PiecewiseMode(ops)
     if name == "torchair":
-        from mtp_backend.graphs.torchair import TorchairMode
+        with own_signals():
+            from mtp_backend.graphs.torchair import TorchairMode
 
         return TorchairMode(config.torchair_graph_config)
     if name == "inductor":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,22 +26,22 @@ class RecordedPasses:
     """Records the operations of a function when a shape is first met. The next batches of the shape are copied into the
     same tensors, and the operations performed in one parallel region, without Python, torch or new memory between them.
 
-    A shape is the numbers of tokens, sequences and passes, and the blocks of the longest sequence rounded up to a power
-    of two. No batch is padded with tokens. Recorded functions read and write tensors of fixed address only, and by
-    native operations only; any other fails by its name.
+    A shape is the numbers of tokens, sequences and passes. No batch is padded. Recorded functions read and write tensors
+    of fixed address only, and by native operations only; any other fails by its name.
 
     Args:
         max_tokens: of a batch that is recorded; larger ones, which have prompts, are called as they are.
+        max_blocks: of a sequence.
     """
 
-    def __init__(self, max_tokens: int, block_size: int) -> None:
+    def __init__(self, max_tokens: int, block_size: int, max_blocks: int) -> None:
         from mtp_backend import _native
 
         self._native = _native
         self._pool = _native.Pool()
         self._plain = PlainPasses(block_size, torch.device("cpu"))
         self._max_tokens = max_tokens
-        self._block_size = block_size
+        self._tables = _Tables(max_tokens, max_blocks, block_size)
         self._programs: dict[tuple[Any, ...], _Program] = {}  # the longest unused first
         self.num_recorded = 0
 
@@ -57,11 +56,10 @@ class RecordedPasses:
     ) -> tuple[Tensor | None, ...]:
         if len(token_ids) > self._max_tokens:
             return self._plain.run(name, function, token_ids, spans, hidden, selection)
-        width = 1 << (max(len(span.block_table) for span in spans[0]) - 1).bit_length()
-        key = name, len(token_ids), len(spans[0]), len(spans), width
+        key = name, len(token_ids), len(spans[0]), len(spans)
         program = self._programs.pop(key, None)
         if program is None:
-            program = _Program(self._block_size, token_ids, spans, width, hidden)
+            program = _Program(self._tables, token_ids, spans, hidden)
             program.fill(token_ids, spans, hidden)
             program.record(self._native, self._pool, function)
             self.num_recorded += 1
@@ -74,8 +72,11 @@ class RecordedPasses:
         return program.results
 
 
-def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.dtype) -> Passes:
+def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.dtype, max_blocks: int) -> Passes:
     """Those of `config.graph_mode`.
+
+    Args:
+        max_blocks: of the longest sequence.
 
     Raises:
         InvalidArgument: it asks for recorded passes of networks that cannot be recorded.
@@ -92,7 +93,22 @@ def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.
         raise InvalidArgument("graph_mode", "recorded", f"null, or {missing[0]}")
     if missing or config.graph_mode not in (None, "recorded"):
         return PlainPasses(config.block_size, torch.device(config.device))
-    return RecordedPasses(config.max_num_seqs * (1 + config.num_drafts), config.block_size)
+    return RecordedPasses(config.max_num_seqs * (1 + config.num_drafts), config.block_size, max_blocks)
+
+
+class _Tables:
+    """The block tables of the pass that runs, for all programs. Behind the blocks of a sequence are those of others."""
+
+    def __init__(self, max_sequences: int, max_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows = torch.zeros(max_sequences, max_blocks, dtype=torch.int64)
+        self._numbers = memoryview(self.rows.flatten().numpy())
+
+    def fill(self, spans: list[Span]) -> None:
+        """Copies those of a batch in."""
+        width = self.rows.shape[1]
+        for row, span in enumerate(spans):
+            self._numbers[row * width : row * width + len(span.block_table)] = array("l", span.block_table)
 
 
 class _Program:
@@ -102,19 +118,18 @@ class _Program:
     """
 
     def __init__(
-        self, block_size: int, token_ids: list[int], spans: list[list[Span]], width: int, hidden: list[Tensor] | None
+        self, tables: _Tables, token_ids: list[int], spans: list[list[Span]], hidden: list[Tensor] | None
     ) -> None:
-        self._block_size = block_size
-        self._width = width
+        self._tables = tables
         # One tensor, so that a batch is one copy.
         counts = [sum(span.length for span in own) for own in spans]
         sizes = [size for own, count in zip(spans, counts, strict=True) for size in (count, count, 2 * len(own))]
-        packed = torch.zeros(len(token_ids) + len(spans[0]) * (1 + width) + sum(sizes), dtype=torch.int64)
-        self._numbers = packed.numpy()
-        tokens, last, tables, *rest = packed.split([len(token_ids), len(spans[0]), len(spans[0]) * width, *sizes])
+        packed = torch.zeros(len(token_ids) + len(spans[0]) + sum(sizes), dtype=torch.int64)
+        self._numbers = memoryview(packed.numpy())
+        tokens, last, *rest = packed.split([len(token_ids), len(spans[0]), *sizes])
         layouts = []
         for positions, slots, lengths in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-            layout = BatchLayout(positions, slots, [], [], tables.view(-1, width))
+            layout = BatchLayout(positions, slots, [], [], tables.rows[: len(spans[0])])
             layout.lengths = lengths.view(2, -1)
             layouts.append(layout)
         rows = torch.empty(len(token_ids), hidden[0].shape[1], dtype=hidden[0].dtype) if hidden else None
@@ -123,7 +138,7 @@ class _Program:
 
     def fill(self, token_ids: list[int], spans: list[list[Span]], hidden: list[Tensor] | None) -> None:
         """Copies a batch in."""
-        size, last, tables, layouts = self._block_size, [], [], []
+        size, last, layouts = self._tables.block_size, [], []
         for own in spans:
             positions, slots, ends, lengths, end = [], [], [], [], 0
             for table, start, length in own:
@@ -136,10 +151,8 @@ class _Program:
             layouts += positions + slots + ends + lengths
             if own is spans[0]:
                 last = [end - 1 for end in ends]
-        for table, _, _ in spans[0]:
-            tables += table
-            tables += [0] * (self._width - len(table))
-        self._numbers[:] = np.frombuffer(array("q", token_ids + last + tables + layouts), dtype=np.int64)
+        self._numbers[:] = array("l", token_ids + last + layouts)
+        self._tables.fill(spans[0])
         if hidden:
             torch.cat(hidden, out=self._batch.hidden)
 

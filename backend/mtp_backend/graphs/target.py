@@ -42,7 +42,7 @@ class EagerTarget:
     """Runs the network on batches of any shape."""
 
     def __init__(self, context: GraphContext) -> None:
-        self._passes = context.passes
+        self._context = context
         networks, caches = context.networks, context.target_caches
         target = networks.target
 
@@ -57,7 +57,7 @@ class EagerTarget:
         self._functions = {False: ("hidden rows", hidden), True: ("hidden rows and logits", hidden_and_logits)}
 
     def run(self, token_ids: list[int], spans: list[Span], all_logits: bool) -> TargetRows:
-        return TargetRows(*self._passes.run(*self._functions[all_logits], token_ids, [spans]))
+        return TargetRows(*self._context.passes.run(*self._functions[all_logits], token_ids, [spans]))
 
 
 class GraphTarget:

@@ -118,6 +118,9 @@ def build_networks(
     _fill(target, checkpoint, device, ops)
     for index, module in enumerate(mtp):
         _fill_mtp(module, index, source, target, device, ops)
+    # Nothing is differentiated, so that nobody who runs the networks needs torch.inference_mode().
+    for network in (target, *mtp):
+        network.requires_grad_(False)
     rotary = RotaryTable(config.rotary_dim, config.rope_theta, max_positions, device, ops, config.yarn)
     return Networks(config, target, mtp, rotary)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtp_backend.ops.interface import Int8Ops, Result
+from mtp_backend.ops.interface import BatchLayout, Int8Ops, Result
 
 
 class ComposedOps:
@@ -57,3 +57,18 @@ class ComposedOps:
         latents, keys = x[:, None].split([latent.shape[-1], rope.shape[-1]], dim=-1)
         self.write_cache(latent, slots, self.rms_norm(latents, weight, eps))
         self.write_cache(rope, slots, self.rotary(keys, cos, sin, interleaved))
+
+    def latent_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        up: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        layout: BatchLayout,
+        scale: float,
+    ) -> Tensor:
+        """In its absorbed form: keys and values of single heads are never built."""
+        key_up, value_up = up.split([q_nope.shape[-1], up.shape[1] - q_nope.shape[-1]], dim=1)
+        q_latent = self.head_linear(q_nope, key_up.mT)
+        return self.head_linear(self.mla_attention(q_latent, q_rope, latent, rope, layout, scale), value_up)

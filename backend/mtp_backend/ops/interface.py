@@ -119,6 +119,22 @@ class Ops(Protocol):
         cache up to its own position.
         """
 
+    def latent_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        up: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        layout: BatchLayout,
+        scale: float,
+    ) -> Tensor:
+        """Multi-head latent attention over the paged latent cache of `mla_attention`.
+
+        q_nope [T, N, Dn], q_rope [T, N, Dr]; up [N, Dn + Dv, C] makes each head's key and value of a latent. Returns
+        [T, N, Dv].
+        """
+
     def index_topk(self, query: Tensor, weights: Tensor, keys: Tensor, layout: BatchLayout, top_k: int) -> Tensor:
         """The positions that a lightning indexer (DeepSeek-V3.2) selects: `BatchLayout.selection`.
 

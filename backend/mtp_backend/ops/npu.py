@@ -13,8 +13,10 @@ from mtp_backend.ops import npu_rules as rules
 from mtp_backend.ops.composed import ComposedOps
 from mtp_backend.ops.interface import BatchLayout, Result
 from mtp_backend.ops.npu_attention import NpuAttention, pairs_apart
+from mtp_backend.ops.npu_gathered import NpuGathered
 from mtp_backend.ops.npu_int8 import NpuInt8
 from mtp_backend.ops.npu_routing import route_rows
+from mtp_backend.ops.npu_sparse import NpuSparse
 from mtp_backend.ops.npu_streams import Prefetch, SideStream
 
 
@@ -22,7 +24,7 @@ class NpuOps(ComposedOps):
     """Implements `Ops` with fused operations; their documented rules are checked before each call.
 
     Args:
-        attention_strategy: of `NpuAttention`.
+        attention_strategy: of `NpuAttention`, or "chunked_prefill": `NpuGathered`.
         multistream: `beside` computes the second function on a stream of its own.
         prefetch_bytes: of a weight, at most, that `while_loading` loads.
     """
@@ -33,6 +35,8 @@ class NpuOps(ComposedOps):
         self._side = SideStream() if multistream else None
         self._prefetch = Prefetch(prefetch_bytes) if prefetch_bytes else None
         self.attention = NpuAttention(attention_strategy)
+        self._gathered = NpuGathered() if attention_strategy == "chunked_prefill" else None
+        self._sparse = NpuSparse()
         self._angles: tuple[Tensor | None, dict[tuple[bool, torch.dtype], list[Tensor]]] = None, {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,10 +95,28 @@ class NpuOps(ComposedOps):
     def mla_attention(
         self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, layout: BatchLayout, scale: float
     ) -> Tensor:
-        return self.attention.latent(q_latent, pairs_apart(q_rope), latent, rope, layout, scale)
+        attention = self.attention if layout.selection is None else self._sparse
+        return attention.latent(q_latent, pairs_apart(q_rope), latent, rope, layout, scale)
+
+    def index_topk(self, query: Tensor, weights: Tensor, keys: Tensor, layout: BatchLayout, top_k: int) -> Tensor:
+        return self._sparse.index_topk(query, weights, keys, layout, top_k)
+
+    def latent_attention(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        up: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        layout: BatchLayout,
+        scale: float,
+    ) -> Tensor:
+        if self._gathered is None:
+            return super().latent_attention(q_nope, q_rope, up, latent, rope, layout, scale)
+        return self._gathered.latent(q_nope, pairs_apart(q_rope), up, latent, rope, layout, scale)
 
     def gqa_attention(self, query: Tensor, key: Tensor, value: Tensor, layout: BatchLayout, scale: float) -> Tensor:
-        return self.attention.grouped(query, key, value, layout, scale)
+        return (self._gathered or self.attention).grouped(query, key, value, layout, scale)
 
     def select_experts(
         self,
@@ -122,15 +144,13 @@ class NpuOps(ComposedOps):
         return ids, weights
 
     def grouped_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        experts, double_width, hidden = gate_up.shape
-        rules.check_experts(experts, hidden, double_width // 2)
-        rules.check_same_type("npu_grouped_matmul", x=x, weight=gate_up, next_weight=down)
-        rows, places, counts, _ = route_rows(x, ids, experts, to_int8=False)
+        rules.check_expert_products(x, gate_up, down)
+        rows, places, counts, _ = route_rows(x, ids, len(gate_up), to_int8=False)
         rows = self.swiglu(_grouped_matmul(rows, gate_up, counts))
         return torch_npu.npu_moe_token_unpermute(_grouped_matmul(rows, down, counts), places, weights)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        rules.check_same_type("npu_swiglu", input=x)
+        rules.check_swiglu(x)
         return torch_npu.npu_swiglu(x)
 
     def most_likely(self, logits: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ from the device, and this module needs no torch_npu. Each error names the operat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,23 +32,6 @@ def demand(condition: bool, operation: str, argument: str, value: object, allowe
     """Raises InvalidArgument that names operation, argument, value and rule unless the condition holds."""
     if not condition:
         raise InvalidArgument(f"{operation}: {argument}", value, allowed)
-
-
-def check_model(model: Any, dtype: torch.dtype, block_size: int) -> None:
-    """Refuses at start what the first step would refuse: the sizes of a network (`models.config.ModelConfig`)."""
-    if getattr(model, "index_topk", None) is not None:
-        raise InvalidArgument("device", "npu", "cpu: sparse attention (index_topk) does not run on the NPU yet")
-    heads = model.num_attention_heads
-    if hasattr(model, "kv_lora_rank"):
-        check_latent_sizes(dtype, padded_heads(heads), model.kv_lora_rank, model.qk_rope_head_dim, block_size)
-    else:
-        check_grouped_sizes(dtype, heads, model.num_key_value_heads, model.head_dim, block_size)
-    check_gating(
-        model.n_routed_experts, model.num_experts_per_tok, model.n_group, model.topk_group, model.norm_topk_prob
-    )
-    check_experts(model.n_routed_experts, model.hidden_size, model.moe_intermediate_size)
-    if model.yarn is not None:
-        check_angles(model.yarn.mscale, model.yarn.mscale_all_dim)
 
 
 def padded_heads(heads: int) -> int:
@@ -222,6 +203,25 @@ def check_experts(experts: int, hidden: int, width: int) -> None:
     demand(2 <= experts <= 1024, operation, "group_list", f"{experts} experts", "2 … 1024 experts")
     for name, size in (("hidden size", hidden), ("intermediate size", 2 * width)):
         demand(size <= MOST_INNER, operation, "weight", f"{name} {size}", f"at most {MOST_INNER}")
+
+
+def check_expert_products(x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    """Rows x [T, hidden] times matrices [experts, 2 · width, hidden] and [experts, hidden, width], of one type."""
+    operation = "npu_grouped_matmul"
+    experts, double_width, hidden = gate_up.shape
+    check_experts(experts, hidden, double_width // 2)
+    check_same_type(operation, x=x, weight=gate_up, next_weight=down)
+    demand(x.shape[1:] == (hidden,), operation, "x", tuple(x.shape), f"[rows, {hidden}], as the weight has inputs")
+    shape = (experts, hidden, double_width // 2)
+    demand(
+        down.shape == shape, operation, "weight", tuple(down.shape), f"{shape}, for halves of {double_width} outputs"
+    )
+
+
+def check_swiglu(x: Tensor) -> None:
+    """Gates and values, half of the last dimension each."""
+    check_same_type("npu_swiglu", input=x)
+    demand(x.shape[-1] % 2 == 0, "npu_swiglu", "input", tuple(x.shape), "an even last dimension")
 
 
 def check_unpermute(top_k: int) -> None:

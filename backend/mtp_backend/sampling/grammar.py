@@ -46,6 +46,7 @@ class GrammarCompiler:
         for token in tokenizer.get_added_tokens_decoder():
             texts[token] = ""
         self._texts = texts
+        self._silent = {token for token, text in enumerate(texts) if not text}
         self._compiler = self._compiler_for(texts)
         # JSON allows control characters between its values only, where the grammar has spaces.
         self._json_compiler = self._compiler_for(_without(CONTROLS, texts))
@@ -70,7 +71,8 @@ class GrammarCompiler:
         except RuntimeError as error:
             reason = " ".join(SOURCE.sub("", str(error)).split())
             raise InvalidArgument(f"{FIELD}.{wanted.form}", wanted.text, f"a valid one ({reason})") from error
-        return Grammar(xgrammar.GrammarMatcher(compiled), self._vocab_size, self._end, reasoning_end)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return Grammar(matcher, self._vocab_size, self._end, self._silent, reasoning_end)
 
     def _compiler_for(self, texts: list[str]) -> xgrammar.GrammarCompiler:
         vocabulary = xgrammar.TokenizerInfo(
@@ -114,14 +116,21 @@ class Grammar:
     """Only tokens that the grammar allows, and end tokens where it is complete or nothing else is allowed.
 
     The matcher has taken the committed output and no more: drafts are followed for a step's rows and taken back. End
-    tokens are never given to it, so it is never at its end when it is asked for a mask.
+    tokens are never given to it, so it is never at its end when it is asked for a mask. Nor are drafts without text,
+    about each of which it would write a line to the log.
     """
 
     def __init__(
-        self, matcher: xgrammar.GrammarMatcher, vocab_size: int, end_token_ids: list[int], reasoning_end: int | None
+        self,
+        matcher: xgrammar.GrammarMatcher,
+        vocab_size: int,
+        end_token_ids: list[int],
+        silent: set[int],
+        reasoning_end: int | None,
     ) -> None:
         self._matcher = matcher
         self._end = end_token_ids
+        self._no_part = silent.union(end_token_ids)
         self._reasoning_end = reasoning_end
         self._started = reasoning_end is None
         self._bits = xgrammar.allocate_token_bitmask(1, vocab_size)
@@ -133,7 +142,7 @@ class Grammar:
                 draft = draft_ids[row - 1]
                 if not started:
                     started = draft == self._reasoning_end
-                elif draft not in self._end and self._matcher.accept_token(draft):
+                elif draft not in self._no_part and self._matcher.accept_token(draft):
                     followed += 1
                 else:
                     break  # no row before this one can draw it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
 import os
@@ -290,6 +291,7 @@ def main() -> None:
         _check_served(config)
         log.info("loading %s", config.model)
         engine = Engine(config)
+        gc.freeze()  # modules, tokenizer and libraries: collections need not look through them again and again
         tracing = _tracing(config, engine)
     except MtpError as error:
         rendezvous.report_failure(error)

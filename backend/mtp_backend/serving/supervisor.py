@@ -26,6 +26,7 @@ STABLE_SECONDS = 60.0  # having served for so long, the next restart is a first 
 MAX_FAILED_STARTS = 5  # in a row, after having served
 KILL_SECONDS = 10.0
 QUIET_SECONDS = 2.0  # the engine tells about its work once a second
+LOST = "a model's process ended before the first answer"
 
 
 class Exit(IntEnum):
@@ -103,7 +104,8 @@ class Supervisor:
                 failure = self._until_dead(server)
             if self._num_signals:
                 return self._drain(server)
-            crashed = self._ended.get(server, 0) < 0  # which the next start need not meet again
+            # What the next start need not meet again.
+            crashed = self._ended.get(server, 0) < 0 or failure == LOST
             self._end_server(server)
             if not served_before and not crashed:
                 log.error("the server did not start: %s", failure)
@@ -147,7 +149,7 @@ class Supervisor:
                 if question.failure is not None:
                     return str(question.failure)
                 if not question.processes <= processes.descendants(server):
-                    return "a model's process ended before the first answer"
+                    return LOST
         finally:
             question.give_up()
         # An engine that started while they were looked for is not one of them.

@@ -101,14 +101,12 @@ class MLAttention(nn.Module):
         latent, rope = cache
         self.ops.write_latent(kv, norm.weight, norm.eps, *angles, self.interleaved, layout.slots, latent, rope)
         up = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
-        key_up, value_up = up.split([self.nope, self.value], dim=1)
-        q_latent = self.ops.head_linear(q_nope, key_up.mT)
         attended = self.ops.while_loading(
             self.o_proj.weight,
-            q_latent,
-            lambda: self.ops.mla_attention(q_latent, q_rope, latent, rope, layout, self.scale),
+            query,
+            lambda: self.ops.latent_attention(q_nope, q_rope, up, latent, rope, layout, self.scale),
         )
-        return self.o_proj(self.ops.head_linear(attended, value_up).flatten(1))
+        return self.o_proj(attended.flatten(1))
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """The two projections of the merged one."""

@@ -142,6 +142,8 @@ class Role(ABC):
     def finalize(self) -> None:
         """Takes leave of the engine."""
         self.client.close()
+        # Metrics that live until the interpreter ends ask for memory that is gone by then: the process would crash.
+        del self.client, self._metrics
 
     @abstractmethod
     def submission(self, request: Any) -> Submission | None:

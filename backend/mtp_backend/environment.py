@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Threads of the tensor library stay on their processors: unbound ones collapse when anything else runs.
 # Memory comes in large pages (glibc, "Memory Allocation Tunables"), also what the interpreter asks for: a step walks
@@ -15,9 +17,29 @@ VARIABLES = {
 }
 
 
-def engine_environment() -> dict[str, str]:
-    """This process's environment with what it lacks of `VARIABLES`."""
-    return {**VARIABLES, **os.environ}
+def engine_environment(num_threads: int | None = None) -> dict[str, str]:
+    """This process's environment with what it lacks of `VARIABLES`.
+
+    Args:
+        num_threads: of the tensor library. One alone waits for no other: it is not bound, or those of all processes
+            would be to the first processor.
+    """
+    bound = {"OMP_PROC_BIND": "false"} if num_threads == 1 else {}
+    return {**VARIABLES, **bound, **os.environ}
+
+
+@contextmanager
+def unbound(process: int) -> Iterator[None]:
+    """Threads that start meanwhile may run where a process may, though the tensor library has bound this one.
+
+    A thread for messages would otherwise wait until the computing one, on whose processor it starts, has used its time up.
+    """
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, os.sched_getaffinity(process))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def start_again() -> None:

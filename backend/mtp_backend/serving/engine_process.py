@@ -21,6 +21,7 @@ import zmq
 
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
+from mtp_backend.environment import unbound
 from mtp_backend.errors import Cancelled, InvalidArgument, MtpError, Unavailable
 from mtp_backend.serving import messages
 from mtp_backend.serving.compiling import Compilations
@@ -298,7 +299,8 @@ def main() -> None:
         rendezvous.report_failure(error)
         log.error("%s", error)
         sys.exit(1)
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    with unbound(arguments.server_pid):
+        socket = zmq.Context.instance().socket(zmq.ROUTER)  # the first one starts the library's thread
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

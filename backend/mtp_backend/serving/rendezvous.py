@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from mtp_backend.config import EngineConfig
 from mtp_backend.environment import engine_environment
 from mtp_backend.errors import MtpError, Unavailable, from_code
 
@@ -135,7 +136,8 @@ class Rendezvous:
         self._failure_file.unlink(missing_ok=True)
         command = [_python(), "-m", "mtp_backend.serving.engine_process", "--config", str(config)]
         command += ["--directory", str(self.directory), "--server-pid", str(server_pid)]
-        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=engine_environment())
+        environment = engine_environment(EngineConfig.from_json(config).num_threads)
+        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
         while self.engine_pid() != engine.pid:
             if engine.poll() is not None:
                 if self._failure_file.exists():

@@ -1,6 +1,6 @@
 """Speed of client-paced sequences through a real server, beside the engine's own step in this process.
 
-    python benchmarks/steps.py [--model deepseek-demo] [--concurrency 1 4 16] [--steps 40]
+    python benchmarks/steps.py [--model deepseek-demo] [--concurrency 1 4 16] [--steps 100]
 
 Every client is a thread with a sequence of its own on `speculative`, asking for one step after the other. The engine in
 this process and the server take turns, five rounds each, so that a busy machine slows both. Times are medians over all
@@ -28,7 +28,7 @@ from mtp_client import Client
 
 PROMPT = "And it came to pass, when the king heard these words of chapter {},"
 NUM_DRAFTS = 2
-WARMUP_STEPS = 10
+WARMUP_STEPS = 30  # behind a pause the first ones take several times as long
 ROUNDS = 5
 METRICS_SECONDS = 1.5  # the engine tells its counters once a second
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deepseek-demo")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="mtp-steps-"))
     checkpoint = str(ROOT / "checkpoints" / arguments.model)
@@ -63,10 +63,11 @@ def compare(engine: Engine, client: Client, addresses: Addresses, count: int, nu
         served += seconds
         elapsed += taken
         num_passes += passes
+    num_served = ROUNDS * count * (WARMUP_STEPS + num_steps)
     step, through = statistics.median(own) * 1e3, statistics.median(served) * 1e3
     print(
         f"{count:7} {step:11.2f} ms {through:12.2f} ms {through - step:6.2f}"
-        f" {len(served) / num_passes:11.1f} {len(served) / elapsed:10.0f}",
+        f" {num_served / num_passes:11.1f} {num_served / elapsed:10.0f}",
         flush=True,
     )
 
@@ -90,21 +91,20 @@ def engine_steps(engine: Engine, count: int, num_steps: int) -> list[float]:
 
 
 def served_steps(client: Client, addresses: Addresses, count: int, num_steps: int) -> tuple[list[float], float, float]:
-    """Seconds of each step as its client sees it, of all of them together, and the passes of the target meanwhile."""
+    """Seconds of each step behind the first ones, as its client sees it; those of all steps, and the target's passes."""
     ready = threading.Barrier(count + 1)
 
     def run(number: int) -> list[float]:
         seconds = []
         with client.sequence(PROMPT.format(number), ignore_eos=True) as sequence:
-            for _ in range(WARMUP_STEPS):
-                sequence.step()
+            sequence.step()
             ready.wait()
             ready.wait()
-            for _ in range(num_steps):
+            for _ in range(WARMUP_STEPS + num_steps):
                 started = time.perf_counter()
                 sequence.step()
                 seconds.append(time.perf_counter() - started)
-        return seconds
+        return seconds[WARMUP_STEPS:]
 
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(run, number) for number in range(count)]

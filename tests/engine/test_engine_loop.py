@@ -12,7 +12,7 @@ import zmq
 from mtp_backend.engine.tokenizer import encode
 from mtp_backend.serving import engine_process
 from mtp_backend.serving.engine_process import EngineProcess
-from mtp_backend.serving.messages import Bye, Failed, Generate, Generated, Step, Stepped
+from mtp_backend.serving.messages import Asked, Bye, Failed, Generate, Generated, Step, Stepped
 from test_engine_process import Role
 
 TTL = 0.3
@@ -112,6 +112,26 @@ def test_deadlines(loop, stuck, ids):
     for request in (1, 2):
         answer = role.take()
         assert isinstance(answer, Failed) and (answer.request, answer.code) == (request, "DEADLINE_EXCEEDED")
+
+
+def test_an_answer_does_not_wait_for_the_step_behind_it(loop, engine, ids, monkeypatch):
+    """A client asks for a step that ran ahead and is computed; the next one, which runs ahead then, takes long."""
+    free, step = threading.Event(), engine.step
+    free.set()
+    monkeypatch.setattr(engine, "step", lambda: step() if free.wait(20) else [])
+    role = loop.role()
+    role.send(Step(1, "a", True, False, ids, None, None, {"ignore_eos": True}))
+    role.send(Asked("a", role.take().epoch))
+    role.send(Step(2, "a", False, False, None, None, 1, None))
+    assert role.take().step == 1
+    session = loop.process._sessions._sessions["a"]
+    assert becomes(lambda: session.ahead is not None)
+    free.clear()
+    role.send(Step(3, "a", False, False, None, None, 2, None))
+    try:
+        assert role.take().step == 2 and not free.is_set()
+    finally:
+        free.set()
 
 
 def test_a_step_that_fails(loop, engine, ids, monkeypatch):

@@ -1,12 +1,14 @@
 """Memory of weights and caches, and the environment that gives the rest large pages."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from mtp_backend.environment import VARIABLES
+from mtp_backend.environment import VARIABLES, engine_environment, unbound
 from mtp_backend.ops.memory import ALIGNMENT, zeros
 
 CPU = torch.device("cpu")
@@ -58,3 +60,28 @@ def test_program_started_again(monkeypatch):
     done = subprocess.run([sys.executable, "-c", program, "a b"], capture_output=True, text=True, timeout=60)
     own = list((VARIABLES | {"OMP_PROC_BIND": "false"}).values())
     assert done.stdout.splitlines() == ["started", "started", f"['a b'] {own}"], done.stderr
+
+
+def test_one_thread_is_not_bound(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert {**os.environ, **VARIABLES} == engine_environment() == engine_environment(2)
+    assert engine_environment(1) == {**os.environ, **VARIABLES, "OMP_PROC_BIND": "false"}
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    assert engine_environment(1)["OMP_PROC_BIND"] == "true"  # the caller's own value
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="has one processor only")
+def test_threads_for_messages_are_not_bound():
+    """Those of a thread that is bound to one processor."""
+    everywhere, found = os.sched_getaffinity(0), []
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        with unbound(os.getppid()):
+            thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+            thread.start()
+            thread.join()
+        found.append(os.sched_getaffinity(0))
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    assert found == [os.sched_getaffinity(os.getppid()), {min(everywhere)}]

@@ -18,7 +18,7 @@ from typing import TextIO
 
 from mtp_backend.config import EngineConfig
 from mtp_backend.environment import engine_environment
-from mtp_backend.errors import MtpError, Unavailable, from_code
+from mtp_backend.errors import InvalidArgument, MtpError, Unavailable, from_code
 
 POLL_SECONDS = 0.02
 # Environment variable: the process that the engine ends with, where that is not the inference server itself.
@@ -136,8 +136,10 @@ class Rendezvous:
         self._failure_file.unlink(missing_ok=True)
         command = [_python(), "-m", "mtp_backend.serving.engine_process", "--config", str(config)]
         command += ["--directory", str(self.directory), "--server-pid", str(server_pid)]
-        environment = engine_environment(EngineConfig.from_json(config).num_threads)
-        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+        num_threads = None
+        with suppress(InvalidArgument):  # the engine itself tells what is wrong with its configuration
+            num_threads = EngineConfig.from_json(config).num_threads
+        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=engine_environment(num_threads))
         while self.engine_pid() != engine.pid:
             if engine.poll() is not None:
                 if self._failure_file.exists():

@@ -132,6 +132,8 @@ def test_an_answer_does_not_wait_for_the_step_behind_it(loop, engine, ids, monke
         assert role.take().step == 2 and not free.is_set()
     finally:
         free.set()
+    role.send(Step(4, "a", False, True, None, None, 3, None))
+    assert role.take().step == 3 and becomes(lambda: is_empty(engine))
 
 
 def test_a_step_that_fails(loop, engine, ids, monkeypatch):

@@ -9,10 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from mtp_backend import SamplingParams
-from mtp_backend.graphs import DraftChain
+from mtp_backend.cache import Span
+from mtp_backend.graphs import Bucket, DraftChain
 from mtp_backend.graphs.compiled import CompiledGraph
 from mtp_backend.graphs.npugraph import CapturedGraph
 from mtp_backend.graphs.piecewise import PiecewiseGraph
+from mtp_backend.graphs.static_batch import StaticBatch
 from npu_host import capture, graph_engine
 from npu_host.device import traced
 
@@ -46,6 +48,25 @@ def num_made():
 def expected():
     """What the engine on the CPU gives, for each checkpoint."""
     return {}
+
+
+def test_batches_are_copied_from_page_locked_memory():
+    """Not written again before the device has read it."""
+    batch = StaticBatch(Bucket(2, 3), 4, 16, 8, torch.device("npu"), tensor_lengths=True)
+    waited, event = [], batch._read
+
+    class Watched:
+        record = event.record
+
+        def synchronize(self):
+            waited.append(batch._host[:2].tolist())
+            event.synchronize()
+
+    batch._read = Watched()
+    for first in (5, 50):
+        batch.fill([first, first + 1], 2, Bucket(2, 3).padded([Span([1], 0, 1), Span([2], 3, 1)], 8))
+        assert batch.tokens.cpu()[:2].tolist() == [first, first + 1]
+    assert batch._host.is_pinned() and waited == [[0, 0], [5, 6]]
 
 
 @pytest.mark.usefixtures("float32_attention")

@@ -36,6 +36,9 @@ class StaticBatch:
         # One tensor, so that a batch is one copy.
         sizes = [tokens, tokens, tokens, bucket.num_sequences, requests, requests, requests * max_blocks]
         self._packed = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        # Page-locked for a device, which reads it by itself while the host goes on.
+        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type != "cpu")
+        self._read = None if device.type == "cpu" else torch.Event(device)
         self.tokens, self._positions, self._slots, self.last, *lengths, tables = self._packed.split(sizes)
         self._tables = tables.view(requests, max_blocks)
         self._block_size = block_size
@@ -75,6 +78,10 @@ class StaticBatch:
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         lengths = [batch.query_ends, batch.kv_lens]
         tensors = [tokens, batch.positions, batch.slots, last, *map(torch.tensor, lengths), tables.flatten()]
-        self._packed.copy_(torch.cat(tensors))
+        if self._read is not None:
+            self._read.synchronize()  # of the batch before
+        self._packed.copy_(torch.cat(tensors, out=self._host), non_blocking=True)
+        if self._read is not None:
+            self._read.record()
         if not self._tensor_lengths:
             self._lengths = lengths

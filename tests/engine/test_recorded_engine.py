@@ -71,6 +71,29 @@ def test_rows_that_wait_for_a_client_are_kept(model):
     assert paced(model, "recorded") == paced(model, "eager")
 
 
+def test_more_clients_ask_for_drafts_than_step_together(model):
+    """Every other one wants fewer of them; they ask at once."""
+    made = []
+    for mode in ("recorded", "eager"):
+        speculative = {"num_speculative_tokens": 3}
+        engine = LLM(model, speculative, graph_mode=mode, dtype="bfloat16", num_threads=1, max_num_seqs=2).engine
+        sequences = [
+            engine.new_sequence(
+                [7, 8 + number], SamplingParams(ignore_eos=True, max_tokens=3 + number % 2 * 9), paced=True
+            )
+            for number in range(20)
+        ]
+        for first in range(0, 20, 2):
+            for sequence in sequences[first : first + 2]:
+                engine.add(sequence)
+            engine.step()
+        for sequence in sequences:
+            engine.request_drafts(sequence)
+        engine.step()
+        made.append([sequence.draft_ids for sequence in sequences])
+    assert made[0] == made[1] and {len(own) for own in made[0]} == {1, 3}
+
+
 @pytest.mark.usefixtures("spoiled")
 @pytest.mark.parametrize("vanilla", [False, True])
 def test_results_are_read_before_the_next_pass(model, vanilla):

@@ -99,7 +99,9 @@ class RecordedChain:
     def run(
         self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
-        """As `DraftChain.run`; None if no drafts are wanted."""
+        """As `DraftChain.run`; None if no drafts are wanted, or if there is no dummy slot for each sequence."""
+        if not max(num_drafts) or len(spans) > self._context.buckets[-1].num_tokens:
+            return None
         passes = [spans]
         for index in range(1, max(num_drafts)):
             passes.append(
@@ -110,8 +112,6 @@ class RecordedChain:
                     for row, (span, wanted) in enumerate(zip(spans, num_drafts, strict=True))
                 ]
             )
-        if not max(num_drafts):
-            return None
         drafts = self._context.passes.run("drafts", self._drafts, token_ids, passes, hidden)
         made = [own.tolist() for own in drafts]
         return [[own[row] for own in made[:wanted]] for row, wanted in enumerate(num_drafts)]

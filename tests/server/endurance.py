@@ -62,14 +62,10 @@ class Levels:
 
 
 @contextmanager
-def unharmed(server, alone):
-    """The same processes after the block as before, healthy requests beside it, and memory at its level.
-
-    Gives a function that is called when the server is warm.
-    """
+def healthy(server, alone):
+    """A client that keeps running good requests beside the block; every answer must be right."""
     params = {"ignore_eos": True, "max_tokens": 16, "temperature": 0.8, "seed": 1}
     wanted = alone(PROMPTS[0], **params).token_ids
-    before = server.descendants()
     stop, results = threading.Event(), []
 
     def run():
@@ -83,16 +79,28 @@ def unharmed(server, alone):
 
     thread = threading.Thread(target=run)
     thread.start()
-    levels = Levels(server)
     try:
-        yield levels.note
-    except BaseException:
-        print(server.tail())
-        raise
+        yield
     finally:
         stop.set()
         thread.join()
     assert len(results) >= 2 and all(result == wanted for result in results), results[-1]
+
+
+@contextmanager
+def unharmed(server, alone):
+    """The same processes after the block as before, healthy requests beside it, and memory at its level.
+
+    Gives a function that is called when the server is warm.
+    """
+    before = server.descendants()
+    levels = Levels(server)
+    with healthy(server, alone):
+        try:
+            yield levels.note
+        except BaseException:
+            print(server.tail())
+            raise
     assert server.descendants() == before and server.num_served() == 1, server.tail()
     assert "Traceback" not in server.log.read_text(errors="replace"), server.tail()
     levels.note()

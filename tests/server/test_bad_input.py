@@ -1,12 +1,12 @@
 """Wrong requests are refused with INVALID_ARGUMENT and the names of field, value and range, and disturb nobody."""
 
 import json
-import threading
 
 import httpx
 import numpy as np
 import pytest
 
+from server.endurance import healthy
 from server.helpers import MAX_MODEL_LEN, PROMPTS, VOCABULARY, Connection, generate, tokens
 from server.test_sequence_batcher import GREEDY, refusal
 
@@ -171,27 +171,9 @@ LATER = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def healthy(triton_server, alone):
-    """A client that keeps running good requests beside the bad ones; every answer must be right."""
-    params = {"ignore_eos": True, "max_tokens": 16, "temperature": 0.8, "seed": 1}
-    wanted = alone(PROMPTS[0], **params).token_ids
-    stop, results = threading.Event(), []
-
-    def run():
-        try:
-            with Connection(triton_server) as connection:
-                while not stop.wait(0.1):
-                    results.append(tokens(connection.run("healthy", PROMPTS[0], params)))
-                    results.append(connection.stream(text_input=PROMPTS[0], **params)[0]["output_ids"])
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-    assert len(results) >= 2 and all(result == wanted for result in results), results[-1]
+def healthy_requests(triton_server, alone):
+    with healthy(triton_server, alone):
+        yield
 
 
 def check(error, message):

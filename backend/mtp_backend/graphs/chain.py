@@ -62,12 +62,9 @@ class DraftChain:
         torch.cat(hidden, out=chain.hidden[: len(token_ids)])
         chain.batches[0].fill(token_ids, len(spans), padded)
         single = Bucket(bucket.num_sequences, 1)
-        dummy = Span([context.dummy_block], 0, 1)
+        dummies = [Span([context.dummy_block], 0, 1)] * len(spans)
         for index, batch in enumerate(chain.batches[1:], start=1):
-            steps = [
-                Span(span.block_table, span.start + span.length + index - 1, 1) if index < wanted else dummy
-                for span, wanted in zip(spans, num_drafts, strict=True)
-            ]
+            steps = following(spans, num_drafts, index, dummies)
             batch.fill([], len(spans), single.padded(steps, context.dummy_block))
         drafts = chain.graph.run([batch.layout for batch in chain.batches]).tolist()
         return [own[:wanted] for own, wanted in zip(drafts, num_drafts, strict=False)]
@@ -102,16 +99,8 @@ class RecordedChain:
         """As `DraftChain.run`; None if no drafts are wanted, or if there is no dummy slot for each sequence."""
         if not max(num_drafts) or len(spans) > self._context.buckets[-1].num_tokens:
             return None
-        passes = [spans]
-        for index in range(1, max(num_drafts)):
-            passes.append(
-                [
-                    Span(span.block_table, span.start + span.length + index - 1, 1)
-                    if index < wanted
-                    else self._dummy(row)
-                    for row, (span, wanted) in enumerate(zip(spans, num_drafts, strict=True))
-                ]
-            )
+        dummies = [self._dummy(row) for row in range(len(spans))]
+        passes = [spans] + [following(spans, num_drafts, index, dummies) for index in range(1, max(num_drafts))]
         drafts = self._context.passes.run("drafts", self._drafts, token_ids, passes, hidden)
         made = [own.tolist() for own in drafts]
         return [[own[row] for own in made[:wanted]] for row, wanted in enumerate(num_drafts)]
@@ -120,6 +109,19 @@ class RecordedChain:
         """Stands in place of a sequence that wants no more drafts; a slot for each row."""
         block, offset = divmod(row, self._context.block_size)
         return Span([self._context.dummy_block + block], offset, 1)
+
+
+def following(spans: list[Span], num_drafts: list[int], index: int, dummies: list[Span]) -> list[Span]:
+    """Where pass `index` of a chain, counted from 0, puts its one token of each sequence.
+
+    Args:
+        spans: of pass 0.
+        num_drafts: drafts wanted of each sequence; its dummy stands in place of one that wants no more.
+    """
+    return [
+        Span(span.block_table, span.start + span.length + index - 1, 1) if index < wanted else dummy
+        for span, wanted, dummy in zip(spans, num_drafts, dummies, strict=True)
+    ]
 
 
 def chained_drafts(config: SpeculativeConfig, context: GraphContext) -> Function:

@@ -134,6 +134,8 @@ def run_all(count, new_client, warm):
                         outcomes.update(found)
                     if number == count // 10:
                         warm()
+                    if SOAK > 1 and number % -(-count // 20) == 0:
+                        print(f"{number} of {count} begun after {time.monotonic() - started:.0f} s", flush=True)
         except BaseException:
             failed.set()
             raise

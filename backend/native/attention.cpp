@@ -3,7 +3,8 @@
 
 namespace {
 
-void write_output(const Attention& job, std::int64_t row, std::int64_t head, const float* total) {
+void write_output(const Attention& job, std::int64_t row, std::int64_t head, float* total) {
+  for (std::int64_t j = 0; j < job.values.width; j += STEP) in_order(total + mtp::PARTIAL_HEADER + j);
   bf16* to = job.output + (row * job.heads + head) * job.values.width;
   for (std::int64_t j = 0; j < job.values.width; j += LANES) {
     Vec vec = load(total + mtp::PARTIAL_HEADER + j) / total[1];

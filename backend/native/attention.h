@@ -36,12 +36,13 @@ struct Attention {
 // Positions are taken in tiles of so many, counted from position 0 (of the selected ones, if a row has a selection).
 // Each tile's result is made for itself and folded into that of the tiles before it. So the borders of the arithmetic
 // are the same whatever else is in the batch and however the work is shared out.
-constexpr std::int64_t ATTENTION_TILE = 512;
+constexpr std::int64_t ATTENTION_TILE = 256;
 constexpr std::int64_t ATTENTION_QUERIES = 64;  // of an item, at most
 
-// A tile's result for a query: the greatest score, the sum of the weights, and from HEADER on the weighted values.
+// A tile's result for a query: the greatest score, the sum of the weights, and from HEADER on the weighted values, whose
+// order is the level's own.
 constexpr std::int64_t PARTIAL_HEADER = 16;
-constexpr std::int64_t partial_size(std::int64_t width) { return PARTIAL_HEADER + (width + 15) / 16 * 16; }
+constexpr std::int64_t partial_size(std::int64_t width) { return PARTIAL_HEADER + (width + 31) / 32 * 32; }
 
 // Some queries of one KV head and one sequence, and some tiles. Query i is row `first_row` + i / group of the batch,
 // head i % group of the KV head.

@@ -4,9 +4,9 @@
 #include "attention.h"
 #include "pair_tiles.h"
 #if defined(MTP_AMX)
-#include "pair_product_amx.h"
+#include "attention_values_amx.h"
 #else
-#include "pair_product.h"
+#include "attention_values.h"
 #endif
 #include "attention_softmax.h"
 
@@ -17,9 +17,6 @@ using mtp::ATTENTION_TILE;
 using mtp::Attention;
 using mtp::AttentionItem;
 
-constexpr std::int64_t SLAB = 64;    // positions whose keys are multiplied while the next ones are fetched
-constexpr std::int64_t PIECE = 128;  // positions whose values are packed at a time
-
 // e^(score · scale) as a power of 2.
 inline float powers_scale(const Attention& job) { return job.scale * 1.44269504f; }
 
@@ -27,21 +24,18 @@ inline float powers_scale(const Attention& job) { return job.scale * 1.44269504f
 struct AttentionMemory {
   char* next;
   std::int64_t bytes = 0;
-  std::int64_t *slots, *next_slots;      // of the positions of a tile
-  const bf16** rows;                     // their values
-  RowTile *keys[2], *weight_tiles;
-  bf16 *staged[2], *spare, *weights;     // keys that do not lie in tiles; rows that do not fill one
-  PairTiles queries[2], values;
+  std::int64_t* slots;                   // of the positions of a tile
+  RowTile *keys[2], *values;
+  bf16 *staged[2], *staged_values;       // what does not lie in tiles
+  PairTiles queries[2];
+  Weights weights;
+  ValueProduct value_product;
   float *scores, *greatest, *sums, *tile, *total;
   std::int32_t *limits, *selected;
   std::uint64_t* is_selected;
 
   AttentionMemory(const Attention& job, void* address) : next(static_cast<char*>(address)) {
-    std::int64_t value_width = round_up(job.values.width, BLOCK);
     take(slots, ATTENTION_TILE);
-    take(next_slots, ATTENTION_TILE);
-    take(rows, ATTENTION_TILE);
-    take(weight_tiles, ATTENTION_QUERIES / BLOCK);
     for (int part = 0; part < job.parts; ++part) {
       std::int64_t width = round_up(job.keys[part].width, STEP);
       take(keys[part], ATTENTION_TILE / BLOCK);
@@ -49,10 +43,11 @@ struct AttentionMemory {
       take(queries[part].data, width / 2 * ATTENTION_QUERIES);
       queries[part].steps = width / STEP;
     }
-    take(spare, 2 * value_width);
-    take(weights, ATTENTION_QUERIES * ATTENTION_TILE);
-    take(values.data, PIECE / 2 * value_width);
-    values.groups = value_width / BLOCK;
+    std::int64_t value_width = round_up(job.values.width, STEP);
+    take(values, ATTENTION_TILE / BLOCK);
+    take(staged_values, ATTENTION_TILE * value_width);
+    take(weights.data, Weights::elements(ATTENTION_QUERIES, ATTENTION_TILE));
+    value_product.take_memory(value_width, [&](auto*& part, std::int64_t count) { take(part, count); });
     take(scores, ATTENTION_TILE * ATTENTION_QUERIES);
     take(greatest, ATTENTION_QUERIES);
     take(sums, ATTENTION_QUERIES);
@@ -93,7 +88,6 @@ struct AttendItem {
       pack_columns(memory.queries[part], item.queries, from.width,
                    [&](std::int64_t i) { return from.data + row(i) * from.row_stride + head(i) * from.head_stride; });
     }
-    find_slots(item.first_tile);
   }
 
   std::int64_t row(std::int64_t i) const { return item.first_row + (item.first_query + i) / job.group(); }
@@ -119,7 +113,7 @@ struct AttendItem {
     return count;
   }
 
-  // `memory.next_slots` for a tile.
+  // `memory.slots` for a tile.
   void find_slots(std::int64_t tile) const {
     const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
     std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile), size = job.block_size;
@@ -127,13 +121,12 @@ struct AttendItem {
       std::int64_t at = item.selected < 0 ? begin + j : memory.selected[begin + j];
       std::int64_t slot = table[at / size] * size + at % size;
       std::int64_t end = item.selected < 0 ? least(count, j + size - at % size) : j + 1;
-      for (; j < end; ++j) memory.next_slots[j] = slot++;
+      for (; j < end; ++j) memory.slots[j] = slot++;
     }
   }
 
-  // Keys as tiles of rows: where they lie if 16 lie one behind the other, else copied.
-  void find_keys(int part, std::int64_t count) const {
-    const Attention::Cache& cache = job.keys[part];
+  // Keys or values as tiles of rows: where they lie if 16 lie one behind the other, else copied.
+  void find_tiles(const Attention::Cache& cache, std::int64_t count, RowTile* tiles, bf16* staged) const {
     const std::int64_t* slots = memory.slots;
     const bf16* data = cache.data + item.kv_head * cache.head_stride;
     std::int64_t width = round_up(cache.width, STEP);
@@ -141,11 +134,11 @@ struct AttendItem {
       bool apart = cache.width != width || first + BLOCK > count;
       for (std::int64_t j = 1; !apart && j < BLOCK; ++j) apart = slots[first + j] != slots[first] + j;
       if (!apart) {
-        memory.keys[part][first / BLOCK] = {data + slots[first] * cache.slot_stride, cache.slot_stride};
+        tiles[first / BLOCK] = {data + slots[first] * cache.slot_stride, cache.slot_stride};
         continue;
       }
-      bf16* to = memory.staged[part] + first * width;
-      memory.keys[part][first / BLOCK] = {to, width};
+      bf16* to = staged + first * width;
+      tiles[first / BLOCK] = {to, width};
       for (std::int64_t j = first; j < first + BLOCK; ++j, to += width) {
         std::int64_t given = j < count ? cache.width : 0;
         if (given) __builtin_memcpy(to, data + slots[j] * cache.slot_stride, given * sizeof(bf16));
@@ -153,58 +146,31 @@ struct AttendItem {
       }
     }
   }
+  bool values_are_keys() const { return job.values.data == job.keys[0].data && job.values.width == job.keys[0].width; }
 
-  // Has what lies in a slot brought into the cache. Inlined, since the compiler drops calls that only prefetch.
-  __attribute__((always_inline)) void fetch(std::int64_t slot) const {
-    for (int part = 0; part < job.parts; ++part) fetch_row(job.keys[part], slot);
-    if (job.values.data != job.keys[0].data) fetch_row(job.values, slot);
-  }
-  __attribute__((always_inline)) void fetch_row(const Attention::Cache& cache, std::int64_t slot) const {
-    const bf16* from = cache.data + item.kv_head * cache.head_stride + slot * cache.slot_stride;
-    for (std::int64_t i = 0; i < cache.width; i += 32) __builtin_prefetch(from + i, 0, 2);
-  }
-
-  // The partial results of all queries for a tile. Tiles are to be asked for one after the other.
+  // The partial results of all queries for a tile.
   void attend(std::int64_t tile, float* result) const {
-    std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile), ahead = 0;
-    __builtin_memcpy(memory.slots, memory.next_slots, count * sizeof(std::int64_t));
-    if (tile + 1 < item.first_tile + item.tiles) {
-      find_slots(tile + 1);
-      ahead = positions_in(tile + 1);
+    std::int64_t count = positions_in(tile), width = round_up(job.values.width, STEP);
+    find_slots(tile);
+    for (int part = 0; part < job.parts; ++part)
+      find_tiles(job.keys[part], count, memory.keys[part], memory.staged[part]);
+    const RowTile* values = memory.keys[0];
+    if (!values_are_keys()) {
+      find_tiles(job.values, count, memory.values, memory.staged_values);
+      values = memory.values;
     }
-    for (int part = 0; part < job.parts; ++part) find_keys(part, count);
-    for (std::int64_t at = 0; at < count; at += SLAB) {
-      if (tile == item.first_tile)
-        for (std::int64_t j = at + SLAB; j < least(count, at + 2 * SLAB); ++j) fetch(memory.slots[j]);
-      for (int part = 0; part < job.parts; ++part)
-        multiply(memory.keys[part] + at / BLOCK, least(SLAB, count - at), memory.queries[part],
-                 memory.scores + at * columns, columns, part > 0);
-    }
+    for (int part = 0; part < job.parts; ++part)
+      multiply(memory.keys[part], count, memory.queries[part], memory.scores, columns, part > 0);
     for (std::int64_t i = 0; i < columns; ++i)
-      memory.limits[i] = std::int32_t(
-          item.selected >= 0 || i >= item.queries ? count : least(count, position(i) + 1 - begin));
-    softmax_tile(memory.scores, columns, count, columns / BLOCK, memory.limits, scale, memory.weights, ATTENTION_TILE,
-                 memory.greatest, memory.sums);
+      memory.limits[i] = std::int32_t(item.selected >= 0 || i >= item.queries
+                                          ? count
+                                          : least(count, position(i) + 1 - tile * ATTENTION_TILE));
+    softmax_tile(memory.scores, columns, count, columns / BLOCK, memory.limits, scale, memory.weights, memory.greatest,
+                 memory.sums);
     for (std::int64_t i = 0; i < item.queries; ++i)
       result[i * stride] = memory.greatest[i], result[i * stride + 1] = memory.sums[i];
-    multiply_values(count, ahead, result + mtp::PARTIAL_HEADER);
-  }
-
-  // Weights times values; meanwhile the next tile's `ahead` positions are fetched.
-  void multiply_values(std::int64_t count, std::int64_t ahead, float* result) const {
-    const bf16* data = job.values.data + item.kv_head * job.values.head_stride;
-    for (std::int64_t j = 0; j < count; ++j) memory.rows[j] = data + memory.slots[j] * job.values.slot_stride;
-    for (std::int64_t first = 0; first < count; first += PIECE) {
-      for (std::int64_t i = 0; i < columns; i += BLOCK)
-        memory.weight_tiles[i / BLOCK] = {memory.weights + i * ATTENTION_TILE + first, ATTENTION_TILE};
-      std::int64_t given = least(PIECE, count - first);
-      PairTiles values = memory.values;
-      values.steps = round_up(given, STEP) / STEP;
-      pack_rows(values, memory.rows + first, given, job.values.width, memory.spare, [&](std::int64_t j) {
-        if (first + j < ahead) fetch(memory.next_slots[first + j]);
-      });
-      multiply(memory.weight_tiles, item.queries, values, result, stride, first > 0);
-    }
+    memory.value_product.multiply(memory.weights, item.queries, values, count, width, result + mtp::PARTIAL_HEADER,
+                                  stride);
   }
 };
 

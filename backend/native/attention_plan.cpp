@@ -30,7 +30,7 @@ void add_rows(AttentionPlan& plan, const Attention& job, AttentionItem item, std
     }
 }
 
-// Items longer than half of a thread's share are cut into tiles.
+// Items longer than half of a thread's share are cut into at most two parts for each thread.
 void split_long_items(AttentionPlan& plan, std::int64_t threads) {
   std::int64_t tiles = 0;
   for (const AttentionItem& item : plan.items) tiles += item.tiles;
@@ -43,9 +43,11 @@ void split_long_items(AttentionPlan& plan, std::int64_t threads) {
     item.partial = plan.partials;
     plan.partials += item.tiles;
     plan.folded.push_back(item);
-    AttentionItem part = item;
-    part.tiles = 1;
-    for (std::int64_t i = 0; i < item.tiles; ++i, ++part.first_tile, ++part.partial) items.push_back(part);
+    std::int64_t end = item.first_tile + item.tiles, most = divide_up(item.tiles, 2 * threads);
+    for (AttentionItem part = item; part.first_tile < end; part.first_tile += part.tiles, part.partial += part.tiles) {
+      part.tiles = std::min(most, end - part.first_tile);
+      items.push_back(part);
+    }
   }
   plan.items = std::move(items);
 }

@@ -51,13 +51,12 @@ struct ScoreColumn {
   }
 };
 
-// From scores [positions][stride], with 16 · groups queries as columns: weights [queries][weights_stride], in bfloat16
-// (to the nearest, halves up), 2^((score − greatest) · scale); and for each query `greatest` and the sum of its
-// weights before they are rounded. Query i sees the first limits[i] positions. The others weigh 0, as do those behind
-// the last up to a multiple of 32.
+// From scores [positions][stride], with 16 · groups queries as columns: weights 2^((score − greatest) · scale) in bfloat16
+// (to the nearest, halves up); and for each query `greatest` and the sum of its weights before they are rounded. Query i
+// sees the first limits[i] positions. The others weigh 0, as do those behind the last up to a multiple of 32.
 inline void softmax_tile(float* scores, std::int64_t stride, std::int64_t positions, std::int64_t groups,
-                         const std::int32_t* limits, float scale, bf16* weights, std::int64_t weights_stride,
-                         float* greatest, float* sums) {
+                         const std::int32_t* limits, float scale, Weights& weights, float* greatest,
+                         float* sums) {
   constexpr int VECS = BLOCK / LANES;
   std::int64_t padded = round_up(positions, STEP);
   for (std::int64_t first = 0; first < groups * BLOCK; first += BLOCK) {
@@ -71,20 +70,15 @@ inline void softmax_tile(float* scores, std::int64_t stride, std::int64_t positi
       sum[v] = Vec{};
     }
     for (std::int64_t step = 0; step < padded; step += STEP) {
-      alignas(64) Pair pairs[BLOCK][BLOCK], rows[BLOCK][BLOCK];
-      for (int pair = 0; pair < BLOCK; ++pair)
+      alignas(64) Pair rounded[STEP][BLOCK];
+      for (int j = 0; j < STEP; ++j)
         for (int v = 0; v < VECS; ++v) {
-          const float* from = scores + (step + 2 * pair) * stride + first + v * LANES;
-          Vec even = exp2_below_0((load(from) - most[v]) * scale);
-          Vec odd = exp2_below_0((load(from + stride) - most[v]) * scale);
-          sum[v] = sum[v] + even;
-          sum[v] = sum[v] + odd;
-          Bits both = (((Bits)even + 0x8000) >> 16) | (((Bits)odd + 0x8000) & 0xffff0000u);
-          __builtin_memcpy(&pairs[pair][v * LANES], &both, sizeof both);
+          Vec weight = exp2_below_0((load(scores + (step + j) * stride + first + v * LANES) - most[v]) * scale);
+          sum[v] = sum[v] + weight;
+          Bits bits = (Bits)weight + 0x8000;
+          __builtin_memcpy(&rounded[j][v * LANES], &bits, sizeof bits);
         }
-      transpose(pairs, rows[0], BLOCK);
-      for (int i = 0; i < BLOCK; ++i)
-        __builtin_memcpy(weights + (first + i) * weights_stride + step, rows[i], sizeof rows[i]);
+      weights.put(first, step, rounded);
     }
     for (int v = 0; v < VECS; ++v) {
       store(greatest + first + v * LANES, most[v]);

@@ -32,13 +32,14 @@ struct TileRegisters {
       std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
-    _tile_loadconfig(&config);
+    asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
   }
   ~TileRegisters() { _tile_release(); }
   TileRegisters(const TileRegisters&) = delete;
 };
 
-// Registers: ROWS × GROUPS sums, at most 4; then the right tiles, then two that the left ones share.
+// Registers: ROWS × GROUPS sums, at most 4; two that the left tiles share, and two for the right ones. So ROWS or GROUPS is
+// at most 2.
 template <int ROWS, int GROUPS, int AT = 0>
 inline void sums_begin(float* c, std::int64_t c_stride, bool accumulate) {
   if constexpr (AT < ROWS * GROUPS) {
@@ -54,21 +55,14 @@ inline void sums_end(float* c, std::int64_t c_stride) {
     sums_end<ROWS, GROUPS, AT + 1>(c, c_stride);
   }
 }
-template <int FIRST, int GROUPS, int AT = 0>
-inline void load_right(const Pair* tiles) {
-  if constexpr (AT < GROUPS) {
-    tile_load<FIRST + AT>(tiles + AT * BLOCK * BLOCK, 64);
-    load_right<FIRST, GROUPS, AT + 1>(tiles);
-  }
-}
 template <int ROWS, int GROUPS, int AT = 0>
-inline void add_products(const RowTile* rows, std::int64_t step) {
+inline void add_products(const RowTile* rows, const Pair* right, std::int64_t step) {
   if constexpr (AT < ROWS * GROUPS) {
-    constexpr int RIGHT = ROWS * GROUPS, LEFT = RIGHT + GROUPS + AT / GROUPS % 2;
-    const RowTile& left = rows[AT / GROUPS];
-    if constexpr (AT % GROUPS == 0) tile_load<LEFT>(left.data + step * STEP, left.stride * 2);
-    tile_dot<AT, LEFT, RIGHT + AT % GROUPS>();
-    add_products<ROWS, GROUPS, AT + 1>(rows, step);
+    constexpr int ROW = AT / GROUPS, GROUP = AT % GROUPS, LEFT = 4 + ROW % 2, RIGHT = 6 + GROUP % 2;
+    if constexpr (GROUP == 0) tile_load<LEFT>(rows[ROW].data + step * STEP, rows[ROW].stride * 2);
+    if constexpr (ROW == 0) tile_load<RIGHT>(right + GROUP * BLOCK * BLOCK, 64);
+    tile_dot<AT, LEFT, RIGHT>();
+    add_products<ROWS, GROUPS, AT + 1>(rows, right, step);
   }
 }
 
@@ -77,31 +71,32 @@ inline void multiply_block(const RowTile* rows, const PairTiles& packed, std::in
                            std::int64_t c_stride, bool accumulate) {
   c += group * BLOCK;
   sums_begin<ROWS, GROUPS>(c, c_stride, accumulate);
-  for (std::int64_t step = 0; step < packed.steps; ++step) {
-    load_right<ROWS * GROUPS, GROUPS>(packed.tile(step, group));
-    add_products<ROWS, GROUPS>(rows, step);
-  }
+  for (std::int64_t step = 0; step < packed.steps; ++step)
+    add_products<ROWS, GROUPS>(rows, packed.tile(step, group), step);
   sums_end<ROWS, GROUPS>(c, c_stride);
 }
 
-template <int ROWS, int GROUPS>
-inline void multiply_rows(const RowTile* rows, const PairTiles& packed, float* c, std::int64_t c_stride, bool accumulate) {
-  std::int64_t group = 0;
-  for (; group + GROUPS <= packed.groups; group += GROUPS)
-    multiply_block<ROWS, GROUPS>(rows, packed, group, c, c_stride, accumulate);
-  for (; group < packed.groups; ++group) multiply_block<ROWS, 1>(rows, packed, group, c, c_stride, accumulate);
+// All rows by GROUPS groups of columns, whose tiles stay in the nearest cache meanwhile.
+template <int GROUPS>
+inline void multiply_columns(const RowTile* rows, std::int64_t tiles, const PairTiles& packed, std::int64_t group, float* c,
+                             std::int64_t c_stride, bool accumulate) {
+  constexpr int ROWS = 4 / GROUPS;
+  std::int64_t at = 0;
+  for (; at + ROWS <= tiles; at += ROWS)
+    multiply_block<ROWS, GROUPS>(rows + at, packed, group, c + at * BLOCK * c_stride, c_stride, accumulate);
+  for (; at < tiles; ++at)
+    multiply_block<1, GROUPS>(rows + at, packed, group, c + at * BLOCK * c_stride, c_stride, accumulate);
 }
 
 inline void multiply(const RowTile* rows, std::int64_t count, const PairTiles& packed, float* c, std::int64_t c_stride,
                      bool accumulate) {
-  std::int64_t tiles = (count + BLOCK - 1) / BLOCK, at = 0;
-  if (packed.groups == 1)
-    for (; at + 4 <= tiles; at += 4)
-      multiply_rows<4, 1>(rows + at, packed, c + at * BLOCK * c_stride, c_stride, accumulate);
-  for (; at + 2 <= tiles; at += 2)
-    multiply_rows<2, 2>(rows + at, packed, c + at * BLOCK * c_stride, c_stride, accumulate);
-  for (; at < tiles; ++at)
-    multiply_rows<1, 2>(rows + at, packed, c + at * BLOCK * c_stride, c_stride, accumulate);
+  std::int64_t tiles = (count + BLOCK - 1) / BLOCK, group = 0;
+  if (tiles == 1)
+    for (; group + 4 <= packed.groups; group += 4)
+      multiply_columns<4>(rows, tiles, packed, group, c, c_stride, accumulate);
+  for (; group + 2 <= packed.groups; group += 2)
+    multiply_columns<2>(rows, tiles, packed, group, c, c_stride, accumulate);
+  for (; group < packed.groups; ++group) multiply_columns<1>(rows, tiles, packed, group, c, c_stride, accumulate);
 }
 
 }  // namespace

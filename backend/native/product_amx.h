@@ -79,7 +79,7 @@ class ProductSession {
       config.bytes[tile] = std::uint16_t(weights ? 64 : 4 * columns);
       config.rows[tile] = 16;
     }
-    _tile_loadconfig(&config);
+    asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
   }
 
  private:

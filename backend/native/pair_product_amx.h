@@ -3,26 +3,9 @@
 #pragma once
 
 #include "pair_tiles.h"
+#include "tile_registers.h"
 
 namespace {
-
-// Tile registers by number, so that templates can name them.
-template <int TILE>
-inline void tile_zero() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
-}
-template <int TILE>
-inline void tile_load(const void* from, std::int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
-}
-template <int TILE>
-inline void tile_store(void* to, std::int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(TILE) : "memory");
-}
-template <int SUM, int LEFT, int RIGHT>
-inline void tile_dot() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
-}
 
 // Holds the tile registers.
 struct TileRegisters {
@@ -32,9 +15,9 @@ struct TileRegisters {
       std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
-    asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
+    tile_config(&config);
   }
-  ~TileRegisters() { _tile_release(); }
+  ~TileRegisters() { tile_release(); }
   TileRegisters(const TileRegisters&) = delete;
 };
 

@@ -2,6 +2,8 @@
 // operand: for each 32 elements of K, 16 rows of pairs (x[i][2p], x[i][2p + 1]) for the rows i of a group.
 #pragma once
 
+#include "tile_registers.h"
+
 namespace {
 
 constexpr std::int64_t STEP = 32;  // elements of K in a tile
@@ -60,7 +62,7 @@ class ProductSession {
   ProductSession() = default;
   ProductSession(const ProductSession&) = delete;
   ~ProductSession() {
-    if (columns_) _tile_release();
+    if (columns_) tile_release();
   }
 
   // Before products with x. Shaping the registers takes as long as reading some of w: not again for the same shape.
@@ -79,7 +81,7 @@ class ProductSession {
       config.bytes[tile] = std::uint16_t(weights ? 64 : 4 * columns);
       config.rows[tile] = 16;
     }
-    asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
+    tile_config(&config);
   }
 
  private:
@@ -97,15 +99,15 @@ struct WeightTile {
 
 template <bool TWO_N, bool TWO_M>
 inline void product_step(const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t group, std::int64_t columns) {
-  _tile_loadd(6, x, 4 * columns);
-  if (TWO_M) _tile_loadd(7, x + group, 64);
-  _tile_loadd(4, w, w_stride * 2);
-  _tile_dpbf16ps(0, 4, 6);
-  if (TWO_M) _tile_dpbf16ps(1, 4, 7);
+  tile_load<6>(x, 4 * columns);
+  if (TWO_M) tile_load<7>(x + group, 64);
+  tile_load<4>(w, w_stride * 2);
+  tile_dot<0, 4, 6>();
+  if (TWO_M) tile_dot<1, 4, 7>();
   if (TWO_N) {
-    _tile_loadd(5, w + 16 * w_stride, w_stride * 2);
-    _tile_dpbf16ps(2, 5, 6);
-    if (TWO_M) _tile_dpbf16ps(3, 5, 7);
+    tile_load<5>(w + 16 * w_stride, w_stride * 2);
+    tile_dot<2, 5, 6>();
+    if (TWO_M) tile_dot<3, 5, 7>();
   }
 }
 
@@ -114,10 +116,10 @@ template <bool TWO_N, bool TWO_M>
 inline void product_tiles(const bf16* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t group,
                           std::int64_t columns, std::int64_t k, float* out) {
   constexpr int N = TWO_N ? 32 : 16;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
   std::int64_t whole = n == N ? k / STEP * STEP : 0;
   // No software prefetch: the machine's own is as fast here, and both together are slower.
   for (std::int64_t at = 0; at < whole; at += STEP)
@@ -129,15 +131,15 @@ inline void product_tiles(const bf16* w, std::int64_t w_stride, std::int64_t n, 
   }
   alignas(64) float tiles[4][16][16];
   if (columns == 1) {
-    _tile_stored(0, tiles[0], 4);
-    if (TWO_N) _tile_stored(2, tiles[0][1], 4);
+    tile_store<0>(tiles[0], 4);
+    if (TWO_N) tile_store<2>(tiles[0][1], 4);
     __builtin_memcpy(out, tiles[0], N * sizeof(float));
     return;
   }
-  _tile_stored(0, tiles[0], 64);
-  if (TWO_M) _tile_stored(1, tiles[1], 64);
-  if (TWO_N) _tile_stored(2, tiles[2], 64);
-  if (TWO_N && TWO_M) _tile_stored(3, tiles[3], 64);
+  tile_store<0>(tiles[0], 64);
+  if (TWO_M) tile_store<1>(tiles[1], 64);
+  if (TWO_N) tile_store<2>(tiles[2], 64);
+  if (TWO_N && TWO_M) tile_store<3>(tiles[3], 64);
   for (int tile = 0; tile < 4; ++tile) {
     if ((tile >= 2 && !TWO_N) || (tile % 2 && !TWO_M)) continue;
     Vec block[16];

@@ -10,32 +10,53 @@ void linear_pack(const Linear& job, std::int64_t begin, std::int64_t end) {
     pack_group(job.packed, job.m, job.k, group, [&](std::int64_t row) { return job.x + row * job.x_stride; });
 }
 
-// One item: BLOCK_N rows of w, read once, with all rows of x.
-std::int64_t linear_items(const Linear& job) { return (job.n + BLOCK_N - 1) / BLOCK_N; }
+namespace {
+
+constexpr std::int64_t NEAR_BYTES = 1 << 20;  // of packed rows: half of a second cache
+
+// One item: BLOCK_N rows of w with a part of the rows of x, which stays in the second cache for the next rows of w.
+struct LinearParts {
+  Packed x;
+  std::int64_t columns, blocks;  // blocks of w; of x in a part
+  explicit LinearParts(const Linear& job)
+      : x{job.packed, job.m, job.k}, columns((job.n + BLOCK_N - 1) / BLOCK_N),
+        blocks(1 + NEAR_BYTES / (BLOCK_M * mtp::packed_width(job.k) * std::int64_t(sizeof(bf16)))) {}
+  std::int64_t items() const { return columns * ((x.blocks() + blocks - 1) / blocks); }
+};
+
+void write_linear(const Linear& job, const float* out, std::int64_t row, std::int64_t first, const float* bias) {
+  std::int64_t n = least(BLOCK_N, job.n - first);
+  for (std::int64_t m = 0; m < least(BLOCK_M, job.m - row); ++m) {
+    std::int64_t at = (row + m) * job.n + first;
+    for (std::int64_t i = 0; i < n; i += LANES) {
+      Vec vec = load(out + m * BLOCK_N + i) + load(bias + i);
+      std::int64_t count = least(LANES, n - i);
+      if (job.wide)
+        store_part(static_cast<float*>(job.y) + at + i, vec, count);
+      else
+        store_part(static_cast<bf16*>(job.y) + at + i, vec, count);
+    }
+  }
+}
+
+}  // namespace
+
+std::int64_t linear_items(const Linear& job) { return LinearParts(job).items(); }
 
 void linear(const Linear& job, std::int64_t begin, std::int64_t end) {
-  Packed x{job.packed, job.m, job.k};
+  LinearParts parts(job);
   ProductSession session;
-  session.prepare(x);
+  session.prepare(parts.x);
   alignas(64) float out[BLOCK_M * BLOCK_N];
   for (std::int64_t item = begin; item < end; ++item) {
-    std::int64_t first = item * BLOCK_N, n = least(BLOCK_N, job.n - first);
+    std::int64_t first = item % parts.columns * BLOCK_N, n = least(BLOCK_N, job.n - first);
     float bias[BLOCK_N] = {};
     if (job.bias)
       for (std::int64_t i = 0; i < n; ++i) bias[i] = to_float(job.bias[first + i]);
-    for (std::int64_t block = 0; block < x.blocks(); ++block) {
-      product(job.w + first * job.w_stride, job.w_stride, n, x, block, out);
-      for (std::int64_t m = 0; m < least(BLOCK_M, job.m - block * BLOCK_M); ++m) {
-        std::int64_t at = (block * BLOCK_M + m) * job.n + first;
-        for (std::int64_t i = 0; i < n; i += LANES) {
-          Vec vec = load(out + m * BLOCK_N + i) + load(bias + i);
-          std::int64_t count = least(LANES, n - i);
-          if (job.wide)
-            store_part(static_cast<float*>(job.y) + at + i, vec, count);
-          else
-            store_part(static_cast<bf16*>(job.y) + at + i, vec, count);
-        }
-      }
+    std::int64_t block = item / parts.columns * parts.blocks, behind = least(block + parts.blocks, parts.x.blocks());
+    for (; block < behind; ++block) {
+      product(job.w + first * job.w_stride, job.w_stride, n, parts.x, block, out);
+      write_linear(job, out, block * BLOCK_M, first, bias);
     }
   }
 }

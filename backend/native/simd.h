@@ -43,6 +43,12 @@ inline Vec load(const bf16* from) {
 }
 
 // To the nearest value, ties to even; NaN stays NaN.
+#if defined(MTP_AMX) || defined(MTP_AVX512)
+inline void store(bf16* to, Vec vec) {  // what is below the least normal number becomes 0
+  __m256bh halves = _mm512_cvtneps_pbh((__m512)vec);
+  __builtin_memcpy(to, &halves, sizeof halves);
+}
+#else
 inline void store(bf16* to, Vec vec) {
   Bits bits = (Bits)vec;
   Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -51,6 +57,7 @@ inline void store(bf16* to, Vec vec) {
   Halves halves = __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), Halves);
   __builtin_memcpy(to, &halves, sizeof halves);
 }
+#endif
 
 // The first `count` ≤ LANES elements; the others are 0, and are not stored.
 template <typename T>

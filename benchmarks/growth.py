@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/growth.py CHECKPOINT [--contexts 128 512 2048 8192 16384] [--batches 1 4 16 64]
         [--drafts 0] [--steps 32] [--rounds 3] [--threads 2] [--json FILE] [--png FILE]
 
-The growth with the context is the slope of a least-squares line through all runs at one sequence. The prediction is the
-cache of one more token, read by each pass of a step at the machine's read bandwidth. Memory is the greatest resident
+The growth with the context is the slope of a least-squares line through the medians at one sequence; a round before them
+that does not count records the passes. The prediction is the cache of one more token, read by each pass of a step at the machine's read bandwidth. Memory is the greatest resident
 memory of the process without weights and cache pool.
 """
 
@@ -74,14 +74,15 @@ def main() -> None:
     load = Load(arguments.batches, sorted({0, drafts}), [], max(arguments.contexts), steps, 1)
     bench, traffic, bandwidth = prepare(arguments.checkpoint, load, arguments.threads)
     contexts, batches = defaultdict(list), defaultdict(list)
+    for context in arguments.contexts:
+        step_seconds(bench, 1, context, steps, drafts, arguments.rounds)
     for number in range(arguments.rounds):
         for context in arguments.contexts:
             contexts[context].append(step_seconds(bench, 1, context, steps, drafts, number))
         for size in arguments.batches:
             batches[size].append(step_seconds(bench, size, BATCH_CONTEXT, steps, drafts, number))
         print(f"round {number + 1} of {arguments.rounds}", flush=True)
-    points = [(context, seconds) for context, runs in contexts.items() for seconds in runs]
-    slope, intercept = np.polyfit(*zip(*points, strict=True), 1)
+    slope, intercept = np.polyfit(list(contexts), [median(runs) for runs in contexts.values()], 1)
     predicted = (traffic.bytes(1, drafts, 1) - traffic.bytes(1, drafts, 0)) / bandwidth
     for name, curve in (("context", contexts), ("sequences", batches)):
         print(f"\n{name:>9} ms/step (median of {arguments.rounds})")

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 # Threads of the tensor library stay on their processors: unbound ones collapse when anything else runs.
 # Memory comes in large pages (glibc, "Memory Allocation Tunables"), also what the interpreter asks for: a step walks
 # through more small pages than a processor has addresses of, and in a virtual machine each miss can take microseconds.
-# What a layer leaves is kept for the next one: given back to the system it would come back as new pages, to be filled with
-# zeros first. 32 MiB is the most that glibc takes from its own memory.
+# What a layer leaves is kept for the next one: given back to the system it would come back as new pages, to be filled
+# with zeros first. 32 MiB is the most that glibc takes from its own memory.
 MALLOC = {"hugetlb": 1, "top_pad": 64 << 20, "mmap_threshold": 32 << 20, "trim_threshold": 4 << 30}
 VARIABLES = {
     "OMP_PROC_BIND": "true",

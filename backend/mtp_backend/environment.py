@@ -35,7 +35,8 @@ def engine_environment(num_threads: int | None = None) -> dict[str, str]:
 def unbound(process: int) -> Iterator[None]:
     """Threads that start meanwhile may run where a process may, though the tensor library has bound this one.
 
-    A thread for messages would otherwise wait until the computing one, on whose processor it starts, gives way.
+    One for messages, spans or grammars would otherwise wait until the computing one, on whose processor it starts,
+    gives way.
     """
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, os.sched_getaffinity(process))

@@ -94,7 +94,7 @@ def test_wrong_prompts_file(deepseek, tmp_path, capsys, content, monkeypatch):
     ],
 )
 def test_wrong_values(deepseek, prompts, capsys, options, message, monkeypatch):
-    monkeypatch.setattr("mtp_backend.engine.engine.build_networks", None)  # refused before anything is loaded
+    monkeypatch.setattr("mtp_backend.engine.loading.build_networks", None)  # refused before anything is loaded
     assert main(["acceptance", deepseek, "--prompts", str(prompts), *options]) == 2
     assert re.search(message, capsys.readouterr().err)
 

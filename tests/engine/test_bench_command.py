@@ -77,7 +77,7 @@ def test_a_run_is_what_the_engine_generates(deepseek):
     ],
 )
 def test_wrong_values(deepseek, capsys, options, message, monkeypatch):
-    monkeypatch.setattr("mtp_backend.engine.engine.build_networks", None)  # refused before anything is loaded
+    monkeypatch.setattr("mtp_backend.engine.loading.build_networks", None)  # refused before anything is loaded
     assert main(["bench", deepseek, *options]) == 2
     assert message in capsys.readouterr().err
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 from mtp_backend.engine.tokenizer import encode
-from mtp_backend.serving import engine_process
-from mtp_backend.serving.engine_process import EngineProcess
+from mtp_backend.serving import engine_loop
+from mtp_backend.serving.engine_loop import EngineLoop
 from mtp_backend.serving.messages import Asked, Bye, Failed, Generate, Generated, Step, Stepped
 from test_engine_process import Role
 
@@ -45,7 +45,7 @@ class Loop:
         self.socket, self.server = self.context.socket(zmq.ROUTER), os.pidfd_open(server_pid)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://engine")
-        self.process = EngineProcess(engine, self.socket, self.server, self.show_life)
+        self.process = EngineLoop(engine, self.socket, self.server, self.show_life)
         self.thread = threading.Thread(target=self.process.run)
         self.thread.start()
 
@@ -198,6 +198,6 @@ def test_the_last_role_says_goodbye(loop):
 
 
 def test_nobody_comes(engine, monkeypatch):
-    monkeypatch.setattr(engine_process, "ORPHAN_SECONDS", 0.1)
+    monkeypatch.setattr(engine_loop, "ORPHAN_SECONDS", 0.1)
     with running(engine) as loop:
         assert loop.ended() and loop.lives > 1

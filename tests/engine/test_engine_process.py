@@ -7,8 +7,8 @@ import threading
 import pytest
 import zmq
 from mtp_backend.engine.tokenizer import encode
-from mtp_backend.serving import engine_process, messages
-from mtp_backend.serving.engine_process import EngineProcess
+from mtp_backend.serving import connections, messages
+from mtp_backend.serving.engine_loop import EngineLoop
 from mtp_backend.serving.messages import Cancel, Failed, Generate, Generated, Hello, Step, Stepped, Taken
 
 GRAMMAR = {"structured_output": {"regex": "yes|no"}, "max_tokens": 8}
@@ -56,7 +56,7 @@ def role(engine):
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind("inproc://engine")
     server = os.pidfd_open(os.getpid())
-    process = EngineProcess(engine, socket, server, show_life=lambda: None)
+    process = EngineLoop(engine, socket, server, show_life=lambda: None)
     loop = threading.Thread(target=process.run)
     loop.start()
     role = Role(context)
@@ -162,7 +162,7 @@ def test_not_too_many_wait_for_their_grammars(engine, compiling, role):
 
 def test_streams_wait_for_a_role_that_takes_nothing(engine, role, monkeypatch):
     """It gets so many frames, the Welcome among them, and then last answers alone, until it says what it has taken."""
-    monkeypatch.setattr(engine_process, "MAX_UNTAKEN_FRAMES", 4)
+    monkeypatch.setattr(connections, "MAX_UNTAKEN_FRAMES", 4)
 
     def stream(number):
         role.send(Generate(number, prompt(engine), {"max_tokens": 16, "ignore_eos": True}, True))

@@ -164,7 +164,7 @@ def test_wrong_parameters(llm, works, params, monkeypatch):
 )
 def test_wrong_options(deepseek, options, message, monkeypatch):
     """Refused before anything is loaded."""
-    monkeypatch.setattr("mtp_backend.engine.engine.build_networks", None)
+    monkeypatch.setattr("mtp_backend.engine.loading.build_networks", None)
     with pytest.raises(InvalidArgument, match=message):
         LLM(deepseek, **options)
 

@@ -55,12 +55,12 @@ def spoiled(monkeypatch):
     """What a pass gave is NaN by the time of the next one, which may write it."""
     run, before = RecordedPasses.run, []
 
-    def spoiling(passes, name, function, token_ids, spans, hidden=None, selection=None):
-        hidden = [rows.clone() for rows in hidden or []]
+    def spoiling(passes, function, batch):
+        batch.hidden = [rows.clone() for rows in batch.hidden]
         for result in before:
             if result is not None and result.is_floating_point():
                 result.fill_(math.nan)
-        before[:] = run(passes, name, function, token_ids, spans, hidden, selection)
+        before[:] = run(passes, function, batch)
         return tuple(before)
 
     monkeypatch.setattr(RecordedPasses, "run", spoiling)

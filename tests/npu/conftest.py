@@ -74,7 +74,7 @@ def make_llm(checkpoint: Callable[[str], str]) -> Callable[..., "LLM"]:
     ) -> LLM:
         own = ops or ReferenceOps()
         sizes = {"max_model_len": 256, "max_num_seqs": 8, "prefill_chunk_size": 40, "num_threads": 1}
-        with patch("mtp_backend.engine.engine.ops_for", (lambda *_: own) if device == "cpu" else ops_for):
+        with patch("mtp_backend.engine.loading.ops_for", (lambda *_: own) if device == "cpu" else ops_for):
             return LLM(
                 path or checkpoint(name),
                 {"num_speculative_tokens": k} if k else None,

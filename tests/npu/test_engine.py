@@ -88,13 +88,13 @@ class Poisoning(PlainPasses):
         super().__init__(block_size, torch.device("npu"))
         self.cache, self.sequences = cache, sequences
 
-    def run(self, name, function, token_ids, spans, hidden=None, selection=None):
-        if hidden is None:
+    def run(self, function, batch):
+        if not batch.hidden:
             self.poison(self.cache.layers[:-1], [(own.block_table, own.num_computed) for own in self.sequences])
         else:
             own = [(sequence.block_table, sequence.num_drafted) for sequence in self.sequences]
-            self.poison(self.cache.layers[-1:], own + [(span.block_table, span.start) for span in spans[0]])
-        return super().run(name, function, token_ids, spans, hidden, selection)
+            self.poison(self.cache.layers[-1:], own + [(span.block_table, span.start) for span in batch.spans[0]])
+        return super().run(function, batch)
 
     def poison(self, layers, lengths):
         written = torch.zeros(layers[0][0].shape[:2], dtype=torch.bool)
@@ -115,7 +115,7 @@ def test_unused_slots_reach_no_row(make_llm, name):
             super().__init__(*arguments)
             made.append(self)
 
-    with patch("mtp_backend.engine.engine.KVCache", Recorded):
+    with patch("mtp_backend.engine.loading.KVCache", Recorded):
         llm = make_llm(name, "npu", 3, "bfloat16", enable_prefix_caching=False)  # or it would find the poison
     prompts, params = requests(llm)
     prompts, params = prompts[3:7], [SamplingParams(max_tokens=6, ignore_eos=True)] * 4

@@ -9,7 +9,7 @@ import torch
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import GraphContext, PlainPasses
+from mtp_backend.graphs import Eager, GraphContext, PlainPasses
 from mtp_backend.models import build_networks
 from mtp_backend.models.mtp import MtpModule
 from mtp_backend.ops import BatchLayout, ops_for
@@ -50,10 +50,9 @@ class Paged:
         self.cache = KVCache(shapes, num_blocks, block_size, dtype, CPU)
         self.num_draft_layers = num_layers
         where = self.networks, self.cache, block_size, CPU
-        context = GraphContext(
-            *where, PlainPasses(block_size, CPU), None, [], max_blocks=num_blocks, dummy_block=num_blocks
-        )
-        self.drafter = drafter_for(speculative, context)
+        passes = PlainPasses(block_size, CPU)
+        context = GraphContext(*where, passes, [], max_blocks=num_blocks, dummy_block=num_blocks)
+        self.drafter = drafter_for(speculative, context, Eager(passes))
         self.block_size = block_size
         self.before_pass = before_pass
         self._free = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)

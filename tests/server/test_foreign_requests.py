@@ -202,6 +202,18 @@ def test_mindie(triton_server, alone, stream):
     assert "".join(answer["text_output"] for answer in greedy) == wanted.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_mindie_over_a_grpc_stream(triton_server, alone, stream):
+    """The same as request parameters, which have no type for fractions."""
+    parameters = {"do_sample": True, "max_new_tokens": 7, "seed": 123, "temperature": "0.8", "top_k": 10}
+    wanted = alone(PROMPT, max_tokens=7, seed=123, temperature=0.8, top_k=10)
+    results = ask(triton_server, "generate", vllm(PROMPT, stream), ["text_output", "output_ids"], parameters)
+    assert "".join(texts(results)) == wanted.text and (len(results) > 1) == stream
+    assert [token for result in results for token in result.as_numpy("output_ids")] == wanted.token_ids
+    with pytest.raises(InferenceServerException, match="max_tokens: got 0; allowed: "):
+        ask(triton_server, "generate", vllm(PROMPT, stream), parameters={"max_new_tokens": 0})
+
+
 # What cannot be honoured is refused by its name.
 
 

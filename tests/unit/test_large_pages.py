@@ -10,6 +10,8 @@ import pytest
 import torch
 from mtp_backend.environment import VARIABLES, engine_environment, unbound
 from mtp_backend.ops.memory import ALIGNMENT, zeros
+from mtp_backend.serving.compiling import Compilations
+from mtp_backend.serving.messages import Generate
 
 CPU = torch.device("cpu")
 
@@ -99,3 +101,17 @@ def test_threads_for_messages_are_not_bound():
     finally:
         os.sched_setaffinity(0, everywhere)
     assert found == [os.sched_getaffinity(os.getppid()), {min(everywhere)}]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="has one processor only")
+def test_grammars_are_not_compiled_where_a_bound_thread_computes():
+    everywhere, found, compiled = os.sched_getaffinity(0), [], threading.Event()
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        with unbound(os.getppid()):
+            compilations = Compilations(lambda _: found.append(os.sched_getaffinity(0)), compiled.set, limit=1)
+        asked = Generate(1, [2], {"structured_output": {"regex": "a"}}, stream=False)
+        assert compilations.hold(b"role", asked) and compiled.wait(20)
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    assert found == [os.sched_getaffinity(os.getppid())]

@@ -1,9 +1,11 @@
 """Operations that are recorded once and performed again."""
 
+from functools import cache
+
 import pytest
 import torch
 from mtp_backend.cache import Span
-from mtp_backend.graphs import PassBatch, PlainPasses, RecordedPasses, recorded
+from mtp_backend.graphs import PassBatch, PlainPasses, RaggedBatch, RecordedPasses, recorded
 from torch.profiler import ProfilerActivity, profile
 
 native = pytest.importorskip("mtp_backend._native")
@@ -24,9 +26,14 @@ def spans(*lengths, kv=None):
     return made
 
 
-def run(passes, name, function, x, where, token_ids=None):
-    """One result of a function of one pass over rows x."""
-    [result] = passes.run(name, lambda batch: (function(batch),), token_ids or [0] * len(x), [where], [x])
+@cache
+def with_one_result(compute):
+    return lambda batch: (compute(batch),)
+
+
+def run(passes, function, x, where, token_ids=None):
+    """The result of a function of one pass over rows x."""
+    [result] = passes.run(with_one_result(function), RaggedBatch(token_ids or [0] * len(x), [where], [x]))
     return result
 
 
@@ -83,8 +90,8 @@ def test_same_as_performed(network, threads, count):
     for _ in range(2):
         for where in batches:
             x = normal(sum(span.length for span in where), 32)
-            result = run(passes, "network", network, x, where).clone()
-            assert torch.equal(result, run(plain, "network", network, x, where))
+            result = run(passes, network, x, where).clone()
+            assert torch.equal(result, run(plain, network, x, where))
     assert len(count) == 3  # (5, 2), (1, 1) and (40, 1), whatever the lengths of their texts
 
 
@@ -104,16 +111,16 @@ def test_several_passes(network, threads, count):
         where = [first] + [
             [Span(own.block_table, own.start + own.length + step, 1) for own in first] for step in (0, 1)
         ]
-        x = normal(sum(lengths), 32)
-        kept = [None if own is None else own.clone() for own in passes.run("all", function, [0] * len(x), where, [x])]
-        expected = plain.run("all", function, [0] * len(x), where, [x])
+        batch = RaggedBatch([0] * sum(lengths), where, [normal(sum(lengths), 32)])
+        kept = [None if own is None else own.clone() for own in passes.run(function, batch)]
+        expected = plain.run(function, batch)
         assert len(kept) == len(expected) == 4 and kept[3] is None
         assert all(map(torch.equal, kept[:3], expected[:3]))
     assert len(count) == 2  # five tokens, and four
 
 
 def test_larger_batches_are_not_recorded(network, count):
-    run(RecordedPasses(4, BLOCK, 64), "network", network, normal(5, 32), spans(5))
+    run(RecordedPasses(4, BLOCK, 64), network, normal(5, 32), spans(5))
     assert not count
 
 
@@ -122,28 +129,35 @@ def test_longest_unused_shape_is_forgotten(network, monkeypatch):
     passes = RecordedPasses(9, BLOCK, 64)
     counts = []
     for size in (1, 2, 1, 3, 1, 2):
-        run(passes, "network", network, normal(size, 32), spans(size))
+        run(passes, network, normal(size, 32), spans(size))
         counts.append(passes.num_recorded)
     assert counts == [1, 2, 2, 3, 3, 4]
+
+
+def gated(batch):
+    return native.swiglu(batch.hidden)
 
 
 def test_functions_are_told_apart():
     passes = RecordedPasses(4, BLOCK, 64)
     x = normal(2, 32)
+
+    def twice(batch):
+        return native.add(batch.hidden, batch.hidden)
+
     for _ in range(2):
-        twice = run(passes, "twice", lambda batch: native.add(batch.hidden, batch.hidden), x, spans(2))
-        assert torch.equal(twice, x + x)
-        gated = run(passes, "swiglu", lambda batch: native.swiglu(batch.hidden), x, spans(2))
-        assert torch.equal(gated, native.swiglu(x))
+        assert torch.equal(run(passes, twice, x, spans(2)), x + x)
+        assert torch.equal(run(passes, gated, x, spans(2)), native.swiglu(x))
+    assert passes.num_recorded == 2
 
 
 def test_memory_is_shared(network):
     """What one shape's tensors have left, the next one takes, results too."""
     passes, largest = RecordedPasses(16, BLOCK, 64), RecordedPasses(16, BLOCK, 64)
-    run(largest, "network", network, normal(16, 32), spans(16))
-    run(passes, "network", network, normal(16, 32), spans(16))
+    run(largest, network, normal(16, 32), spans(16))
+    run(passes, network, normal(16, 32), spans(16))
     for size in range(16, 8, -1):  # buffers of up to twice the size are taken
-        run(passes, "network", network, normal(size, 32), spans(size))
+        run(passes, network, normal(size, 32), spans(size))
     assert passes._pool.num_bytes <= 1.2 * largest._pool.num_bytes
 
 
@@ -151,8 +165,8 @@ def test_torch_is_refused_by_name():
     passes = RecordedPasses(4, BLOCK, 64)
     for _ in range(2):  # nothing is left of the first attempt
         with pytest.raises(NotImplementedError, match=r"aten\.mul\.Tensor cannot be recorded"):
-            run(passes, "scaled", lambda batch: native.swiglu(batch.hidden) * 2, normal(2, 32), spans(2))
-    assert run(passes, "plain", lambda batch: native.swiglu(batch.hidden), normal(2, 32), spans(2)).shape == (2, 16)
+            run(passes, lambda batch: gated(batch) * 2, normal(2, 32), spans(2))
+    assert run(passes, gated, normal(2, 32), spans(2)).shape == (2, 16)
 
 
 def test_errors_come_out_of_a_program(threads):
@@ -167,18 +181,22 @@ def test_errors_come_out_of_a_program(threads):
     for ids, wrong in (([1, 2], False), ([1, EXPERTS], True), ([3, 0], False)):
         if wrong:
             with pytest.raises(RuntimeError, match=f"ids: {EXPERTS}; allowed: 0 to {EXPERTS - 1}"):
-                run(passes, "experts", forward, x, spans(2), ids)
+                run(passes, forward, x, spans(2), ids)
         else:
             expected = native.grouped_experts(x[:1], *weights, torch.tensor([ids]), shares)
-            assert torch.equal(run(passes, "experts", forward, x, spans(2), ids), expected)
+            assert torch.equal(run(passes, forward, x, spans(2), ids), expected)
 
 
 def test_indices_are_checked_again():
     """A recorded pass reads no row that a table does not have."""
     passes = RecordedPasses(4, BLOCK, 64)
     table = normal(5, 8)
+
+    def chosen(batch):
+        return native.rows(table, batch.tokens)
+
     for index, wrong in ((4, False), (5, True), (-1, True), (0, False)):
-        given = "rows", lambda batch: native.rows(table, batch.tokens), normal(1, 8), spans(1), [index]
+        given = chosen, normal(1, 8), spans(1), [index]
         if wrong:
             with pytest.raises(RuntimeError, match=f"indices: {index}; allowed: 0 to 4"):
                 run(passes, *given)
@@ -195,7 +213,7 @@ def test_a_profiler_sees_the_operations(network):
     }  # fmt: skip
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            run(passes, "network", network, normal(2, 32), spans(2))
+            run(passes, network, normal(2, 32), spans(2))
         events = {event.key: event.count for event in seen.key_averages() if event.key.startswith("mtp::")}
         assert events.keys() == wanted.keys()
         assert all(events[name] >= count for name, count in wanted.items())  # a recorded one has several phases

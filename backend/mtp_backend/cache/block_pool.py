@@ -31,13 +31,11 @@ class BlockPool:
         """Blocks that no sequence holds."""
         return len(self._blank) + len(self._idle)
 
-    def missing(self, block_table: list[int], num_tokens: int) -> int:
-        """Blocks that `block_table` lacks to hold `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.block_size) - len(block_table))
-
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
         """Extends `block_table` to hold `num_tokens` tokens; False, with nothing taken, if the pool lacks blocks."""
-        missing = self.missing(block_table, num_tokens)
+        missing = -(-num_tokens // self.block_size) - len(block_table)
+        if missing <= 0:
+            return True
         if missing > self.num_free:
             return False
         block_table.extend(self._hand_out() for _ in range(missing))

@@ -14,35 +14,42 @@ class SpeculationCounters:
     """Outcomes of verify steps with at least one draft; accepted drafts that an end of the text cut off do not count.
 
     Attributes:
-        drafted: for each position 0 … k − 1 of a step, the drafts verified there.
-        accepted: for each position, how many of them became part of the text.
+        outcomes: for (drafts verified, drafts that became part of the text), the steps that had it.
         num_lossy_draft_tokens: accepted drafts that the target did not draw; above 0 with lossy rules only.
     """
 
-    drafted: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
     num_lossy_draft_tokens: int = 0
 
     def record(self, num_drafts: int, num_accepted: int, num_lossy: int) -> None:
         """Counts one step; the accepted drafts are its first ones, the lossy ones are some of these."""
-        self.drafted.update(range(num_drafts))
-        self.accepted.update(range(num_accepted))
+        self.outcomes[num_drafts, num_accepted] += 1
         self.num_lossy_draft_tokens += num_lossy
+
+    @property
+    def drafted(self) -> Counter[int]:
+        """For each position 0 … k − 1 of a step, the drafts verified there."""
+        return _by_position([(num_drafts, steps) for (num_drafts, _), steps in self.outcomes.items()])
+
+    @property
+    def accepted(self) -> Counter[int]:
+        """For each position, how many of them became part of the text."""
+        return _by_position([(num_accepted, steps) for (_, num_accepted), steps in self.outcomes.items()])
 
     @property
     def num_spec_steps(self) -> int:
         """Steps with at least one draft."""
-        return self.drafted[0]
+        return self.outcomes.total()
 
     @property
     def num_draft_tokens(self) -> int:
         """Drafts verified."""
-        return self.drafted.total()
+        return sum(num_drafts * steps for (num_drafts, _), steps in self.outcomes.items())
 
     @property
     def num_accepted_draft_tokens(self) -> int:
         """Drafts that became part of the text."""
-        return self.accepted.total()
+        return sum(num_accepted * steps for (_, num_accepted), steps in self.outcomes.items())
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -57,14 +64,16 @@ class SpeculationCounters:
     @property
     def acceptance_rate_per_position(self) -> list[float]:
         """Accepted drafts per draft at each position, whatever became of the drafts before it in the step."""
-        return [self.accepted[position] / self.drafted[position] for position in sorted(self.drafted)]
+        drafted, accepted = self.drafted, self.accepted
+        return [accepted[position] / drafted[position] for position in sorted(drafted)]
 
     @property
     def acceptance_histogram(self) -> dict[int, int]:
         """Number of accepted drafts → steps that accepted exactly so many, without those that never occurred."""
-        at_least = [self.num_spec_steps, *(self.accepted[position] for position in sorted(self.drafted)), 0]
-        steps = {count: at_least[count] - at_least[count + 1] for count in range(len(at_least) - 1)}
-        return {count: number for count, number in steps.items() if number}
+        histogram: Counter[int] = Counter()
+        for (_, num_accepted), steps in self.outcomes.items():
+            histogram[num_accepted] += steps
+        return dict(sorted(histogram.items()))
 
     def figures(self) -> dict[str, Any]:
         """All counts and figures by the names that they have in reports."""
@@ -78,6 +87,19 @@ class SpeculationCounters:
             "acceptance_rate_per_position": self.acceptance_rate_per_position,
             "acceptance_histogram": self.acceptance_histogram,
         }
+
+
+def _by_position(steps_of: list[tuple[int, int]]) -> Counter[int]:
+    """For each position, how many steps went beyond it.
+
+    Args:
+        steps_of: positions 0 … n − 1 of a step, as n, and how many steps there were of them.
+    """
+    counts: Counter[int] = Counter()
+    for length, steps in steps_of:
+        for position in range(length):
+            counts[position] += steps
+    return counts
 
 
 @dataclass

@@ -66,12 +66,12 @@ class Drafting:
             return []
         going_on = [sequence for sequence in stepped if _goes_on(sequence)]
         sequences = going_on + [sequence for sequence in requested if sequence not in going_on]
-        batch_size = sum(map(_decodes, sequences))
-        length = self.length.choose(batch_size) if batch_size else 0
-        num_drafts = {sequence: self._reserve(sequence, length) for sequence in sequences}
+        decoding = [sequence for sequence in sequences if _decodes(sequence)]
+        length = self.length.choose(len(decoding)) if decoding else 0
+        num_drafts = {sequence: self._reserve(sequence, length) for sequence in decoding}
         # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
         ready = [sequence for sequence in sequences if sequence.hidden is not None]
-        work = {sequence: _work(sequence, sequence.num_computed, num_drafts[sequence]) for sequence in ready}
+        work = {sequence: _work(sequence, sequence.num_computed, num_drafts.get(sequence, 0)) for sequence in ready}
         # Rows of a client that does not ask for drafts become too many: all but the last, for which it may still ask.
         waiting = [sequence for sequence in stepped if sequence.hidden is not None and sequence not in work]
         crowded = [sequence for sequence in waiting if len(sequence.hidden) > self._max_rows]
@@ -95,8 +95,6 @@ class Drafting:
 
     def _reserve(self, sequence: Sequence, length: int) -> int:
         """How many drafts to propose: `length`, or what can be committed; none if the cache has no room to verify."""
-        if not _decodes(sequence):
-            return 0
         wanted = min(length, room_for_drafts(sequence, self._rules))
         return wanted if self._scheduler.reserve(sequence, len(sequence.token_ids) + wanted) else 0
 
@@ -114,10 +112,10 @@ def _decodes(sequence: Sequence) -> bool:
 
 def _work(sequence: Sequence, end: int, num_drafts: int) -> DraftWork:
     """The work of the positions before `end` that the draft layers have not seen."""
-    start = sequence.num_drafted
+    start, rows = sequence.num_drafted, sequence.hidden
     return DraftWork(
         sequence.token_ids[start + 1 : end + 1],
-        sequence.hidden[: end - start],
+        rows if len(rows) == end - start else rows[: end - start],
         start,
         sequence.block_table,
         num_drafts,

@@ -17,22 +17,19 @@ class Scheduled:
 
     Attributes:
         num_tokens: committed tokens that are fed, from position sequence.num_computed on.
-        draft_ids: drafts that follow them; only where the committed tokens are fed to their end.
+        samples: whether they are fed to their end, so that new tokens are drawn.
+        draft_ids: drafts that follow them; only if it samples.
     """
 
     sequence: Sequence
     num_tokens: int
+    samples: bool
     draft_ids: list[int]
 
     @property
     def size(self) -> int:
         """Tokens that the share adds to the batch."""
         return self.num_tokens + len(self.draft_ids)
-
-    @property
-    def samples(self) -> bool:
-        """Whether the share reaches the end of the text, so that new tokens are drawn."""
-        return self.sequence.num_computed + self.num_tokens == len(self.sequence.token_ids)
 
 
 class Scheduler:
@@ -161,7 +158,8 @@ class Scheduler:
         self._prefix.take(sequence)
         pending = _pending(sequence)
         num_tokens = min(pending, self._prefill_chunk_size, room)
-        drafts = sequence.draft_ids[: room - num_tokens] if num_tokens == pending else []
+        samples = num_tokens == pending
+        drafts = sequence.draft_ids[: room - num_tokens] if samples else []
         num_lost = 0
         while not self.reserve(sequence, sequence.num_computed + num_tokens + len(drafts)):
             victim = self._running[-1]
@@ -171,7 +169,7 @@ class Scheduler:
             if victim is sequence:
                 return -num_lost
         self._prefix.count(sequence)
-        batch[sequence] = Scheduled(sequence, num_tokens, drafts)
+        batch[sequence] = Scheduled(sequence, num_tokens, samples, drafts)
         return batch[sequence].size - num_lost
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 
 from tokenizers import Tokenizer
 
-# Decoding starts this many tokens before the new one, because a token's text can depend on the ones before it.
+# Decoding starts at least this many tokens before the new one, because a token's text can depend on the ones before it.
 CONTEXT_TOKENS = 6
 INCOMPLETE = "\ufffd"
 MAX_CHARACTER = 4  # bytes, and so tokens, of one character
@@ -38,6 +38,7 @@ class IncrementalText:
         # Where characters end. Decoding starts at one of them: from inside a character, a decoder with a token for each
         # byte makes nothing of all the bytes that follow.
         self._ends = deque([0])
+        self._window = self._decode(self._ids[: self._decoded])  # text of the whole characters that decoding starts at
         self._taken = 0
 
     def append(self, token: int, *, may_stop: bool = True) -> bool:
@@ -47,18 +48,16 @@ class IncrementalText:
         """
         self.offsets.append(len(self.value))
         self._ids.append(token)
-        before = self._decode(self._ids[self._ends[0] : self._decoded])
-        after = self._decode(self._ids[self._ends[0] :])
-        if after.endswith(INCOMPLETE) or len(after) <= len(before):
+        text = self._decode(self._ids[self._ends[0] :])
+        if text.endswith(INCOMPLETE) or len(text) <= len(self._window):
             return False
         searched = len(self.value)
-        self.value += after[len(before) :].replace(INCOMPLETE, "")
-        self._decoded = len(self._ids)
-        # Keep a window of the last tokens only: decoding cost does not grow with the text.
+        self.value += text[len(self._window) :].replace(INCOMPLETE, "")
+        self._window, self._decoded = text, len(self._ids)
         self._ends.append(self._decoded)
-        while self._ends[1] <= self._decoded - CONTEXT_TOKENS:
-            self._ends.popleft()
-        return may_stop and self._cut_at_stop(searched)
+        if self._decoded - self._ends[0] > 2 * CONTEXT_TOKENS:
+            self._shorten_window()
+        return may_stop and bool(self._stop) and self._cut_at_stop(searched)
 
     def take(self, final: bool) -> str:
         """The text that may be shown now and has not been taken yet; everything when the request is at its end."""
@@ -66,6 +65,12 @@ class IncrementalText:
         taken = self.value[self._taken : end]
         self._taken = max(self._taken, end)
         return taken
+
+    def _shorten_window(self) -> None:
+        """Keeps the last tokens only: the cost of decoding does not grow with the text."""
+        while self._ends[1] <= self._decoded - CONTEXT_TOKENS:
+            self._ends.popleft()
+        self._window = self._decode(self._ids[self._ends[0] :])
 
     def _context_of(self, prompt_ids: list[int]) -> tuple[list[int], int]:
         """The prompt's last tokens from where a character begins, and how many of them are whole characters.

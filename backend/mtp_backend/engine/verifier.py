@@ -68,6 +68,11 @@ class Verifier:
                 config.num_speculative_tokens, config.synthetic_acceptance_rates, config.synthetic_acceptance_length
             )
 
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether drafts are accepted for what they are; otherwise one that a grammar forbids could be."""
+        return self._method != "lossy_synthetic"
+
     def thinks_after(self, token_ids: SequenceOf[int], thinking: bool = False) -> bool:
         """Whether a text thinks after these tokens; False unless the rule asks."""
         return self._method == "lossy_relaxed" and self._relaxation.is_thinking(token_ids, thinking)
@@ -79,7 +84,9 @@ class Verifier:
             shares: those that reach the end of their text.
             scores: of each share's last committed token and drafts.
         """
-        weighing = [self._weighs(share) for share in shares]
+        if not self._config.uses_draft_probs:
+            return self._by_draws(shares, scores)
+        weighing = [bool(share.draft_ids) and share.sequence.params.temperature > 0 for share in shares]
         if not any(weighing):
             return self._by_draws(shares, scores)
         rows = scores.logits.split([1 + len(share.draft_ids) for share in shares])
@@ -91,23 +98,33 @@ class Verifier:
                 verdicts |= zip(chosen, rule([shares[index] for index in chosen], own), strict=True)
         return [verdicts[index] for index in range(len(shares))]
 
-    def _weighs(self, share: Scheduled) -> bool:
-        sampled = share.sequence.params.temperature > 0
-        return self._config.uses_draft_probs and sampled and bool(share.draft_ids)
-
     def _by_draws(self, shares: list[Scheduled], scores: Scores) -> list[Verdict]:
         params, positions = [], []
         for share in shares:
             count, first = 1 + len(share.draft_ids), len(share.sequence.token_ids)
             params += [share.sequence.params] * count
             positions += range(first, first + count)
-        tokens = iter(sample(scores.logits, params, positions, scores.most_likely))
-        drawn = [[next(tokens) for _ in range(1 + len(share.draft_ids))] for share in shares]
-        accepted = [count_accepted(share.draft_ids, own) for share, own in zip(shares, drawn, strict=True)]
+        tokens, drawn, first = sample(scores.logits, params, positions, scores.most_likely), [], 0
+        for share in shares:
+            end = first + 1 + len(share.draft_ids)
+            drawn.append(tokens[first:end])
+            first = end
+        if self._method.startswith("lossy_"):
+            return self._lossy(shares, scores, drawn)
+        return [
+            Verdict(own[: 1 + count_accepted(share.draft_ids, own)]) for share, own in zip(shares, drawn, strict=True)
+        ]
+
+    def _lossy(self, shares: list[Scheduled], scores: Scores, drawn: list[list[int]]) -> list[Verdict]:
+        accepted = [0] * len(shares)
         drafted = [index for index, share in enumerate(shares) if share.draft_ids]
-        if self._method.startswith("lossy_") and drafted:
+        if drafted:
             rows = scores.logits.split([len(own) for own in drawn])
-            counts = self._lossy([shares[i] for i in drafted], [rows[i] for i in drafted], [drawn[i] for i in drafted])
+            counts = self._count_lossy(
+                [shares[index] for index in drafted],
+                [rows[index] for index in drafted],
+                [drawn[index] for index in drafted],
+            )
             for index, count in zip(drafted, counts, strict=True):
                 accepted[index] = count
         verdicts = []
@@ -116,7 +133,7 @@ class Verifier:
             verdicts.append(Verdict([*share.draft_ids[:count], own[count]], lossy))
         return verdicts
 
-    def _lossy(self, shares: list[Scheduled], rows: list[Tensor], drawn: list[list[int]]) -> list[int]:
+    def _count_lossy(self, shares: list[Scheduled], rows: list[Tensor], drawn: list[list[int]]) -> list[int]:
         """How many drafts the lossy rules accept."""
         ids, num_drafts = _padded(shares)
         if self._method == "lossy_synthetic":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,32 +11,13 @@ from torch import Tensor
 from mtp_backend.cache import Span
 from mtp_backend.config import SpeculativeConfig
 from mtp_backend.graphs.buckets import Bucket, choose
-from mtp_backend.graphs.mode import Graph, GraphContext
-from mtp_backend.graphs.passes import Function, PassBatch
-from mtp_backend.graphs.recorded import RecordedPasses
+from mtp_backend.graphs.mode import Graph, GraphContext, GraphMode
+from mtp_backend.graphs.passes import Function, PassBatch, RaggedBatch
 from mtp_backend.graphs.static_batch import StaticBatch
 
 
-@dataclass
-class _Chain:
-    """The graph of one bucket, and what it reads: the rows that the first pass takes, and a batch for each pass."""
-
-    hidden: Tensor
-    batches: list[StaticBatch]
-    graph: Graph
-
-
-class DraftChain:
-    """All k draft passes of greedy sequences, each with the last one's token, without the host in between.
-
-    Every pass goes over all sequences of the bucket. Where a sequence wants fewer drafts, a dummy request stands in its
-    place, so that nothing is written behind its blocks.
-    """
-
-    def __init__(self, config: SpeculativeConfig, context: GraphContext) -> None:
-        self._config = config
-        self._context = context
-        self._chains: dict[Bucket, _Chain] = {}
+class Chain(Protocol):
+    """All k draft passes of greedy sequences, each with the last one's token, without the host in between."""
 
     def run(
         self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
@@ -49,8 +31,36 @@ class DraftChain:
             num_drafts: drafts wanted of each sequence.
 
         Returns:
-            The drafts; None if no bucket takes the batch.
+            The drafts; None if the chain does not take the batch.
         """
+
+
+@dataclass
+class _GraphOfChain:
+    """The graph of one bucket, and what it reads: the rows that the first pass takes, and a batch for each pass."""
+
+    hidden: Tensor
+    batches: list[StaticBatch]
+    graph: Graph
+
+
+class DraftChain:
+    """One graph for each bucket, of k passes.
+
+    Every pass goes over all sequences of the bucket. Where a sequence wants fewer drafts, a dummy request stands in its
+    place, so that nothing is written behind its blocks.
+    """
+
+    def __init__(self, config: SpeculativeConfig, context: GraphContext, mode: GraphMode) -> None:
+        self._config = config
+        self._context = context
+        self._mode = mode
+        self._chains: dict[Bucket, _GraphOfChain] = {}
+
+    def run(
+        self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
+    ) -> list[list[int]] | None:
+        """As `Chain.run`; None if no bucket takes the batch."""
         context = self._context
         chosen = choose(context.buckets, spans, context.dummy_block)
         if chosen is None:
@@ -69,11 +79,11 @@ class DraftChain:
         drafts = chain.graph.run([batch.layout for batch in chain.batches]).tolist()
         return [own[:wanted] for own, wanted in zip(drafts, num_drafts, strict=False)]
 
-    def _make(self, bucket: Bucket) -> _Chain:
-        context, config = self._context, self._config
+    def _make(self, bucket: Bucket) -> _GraphOfChain:
+        context, config, mode = self._context, self._config, self._mode
         single = Bucket(bucket.num_sequences, 1)
-        first = context.static_batch(bucket)
-        batches = [first] + [context.static_batch(single) for _ in range(config.num_speculative_tokens - 1)]
+        first = context.static_batch(bucket, mode)
+        batches = [first] + [context.static_batch(single, mode) for _ in range(config.num_speculative_tokens - 1)]
         dtype = context.draft_cache[0].dtype
         hidden = torch.zeros(bucket.num_tokens, context.networks.config.hidden_size, dtype=dtype, device=context.device)
         drafts = chained_drafts(config, context)
@@ -83,32 +93,30 @@ class DraftChain:
             batch.last = first.last
             return torch.stack(drafts(batch), dim=1)
 
-        return _Chain(hidden, batches, context.mode.graph(forward))
+        return _GraphOfChain(hidden, batches, mode.graph(forward))
 
 
 class RecordedChain:
-    """All draft passes of greedy sequences, recorded as one on a CPU."""
+    """As many passes as the sequence with the most drafts needs, recorded as one on a CPU."""
 
     def __init__(self, config: SpeculativeConfig, context: GraphContext) -> None:
-        self._context = context
+        self._passes = context.passes
         self._drafts = chained_drafts(config, context)
+        # They stand in place of sequences that want no more drafts: a slot for each row.
+        slots = (divmod(row, context.block_size) for row in range(context.buckets[-1].num_tokens))
+        self._dummies = [Span([context.dummy_block + block], offset, 1) for block, offset in slots]
 
     def run(
         self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
-        """As `DraftChain.run`; None if no drafts are wanted, or if there is no dummy slot for each sequence."""
-        if not max(num_drafts) or len(spans) > self._context.buckets[-1].num_tokens:
+        """As `Chain.run`; None if no drafts are wanted, or if there is no dummy slot for each sequence."""
+        most = max(num_drafts)
+        if not most or len(spans) > len(self._dummies):
             return None
-        dummies = [self._dummy(row) for row in range(len(spans))]
-        passes = [spans] + [following(spans, num_drafts, index, dummies) for index in range(1, max(num_drafts))]
-        drafts = self._context.passes.run("drafts", self._drafts, token_ids, passes, hidden)
+        passes = [spans] + [following(spans, num_drafts, index, self._dummies) for index in range(1, most)]
+        drafts = self._passes.run(self._drafts, RaggedBatch(token_ids, passes, hidden))
         made = [own.tolist() for own in drafts]
         return [[own[row] for own in made[:wanted]] for row, wanted in enumerate(num_drafts)]
-
-    def _dummy(self, row: int) -> Span:
-        """Stands in place of a sequence that wants no more drafts; a slot for each row."""
-        block, offset = divmod(row, self._context.block_size)
-        return Span([self._context.dummy_block + block], offset, 1)
 
 
 def following(spans: list[Span], num_drafts: list[int], index: int, dummies: list[Span]) -> list[Span]:
@@ -116,11 +124,11 @@ def following(spans: list[Span], num_drafts: list[int], index: int, dummies: lis
 
     Args:
         spans: of pass 0.
-        num_drafts: drafts wanted of each sequence; its dummy stands in place of one that wants no more.
+        num_drafts: drafts wanted of each sequence; the dummy of its row stands in place of one that wants no more.
     """
     return [
         Span(span.block_table, span.start + span.length + index - 1, 1) if index < wanted else dummy
-        for span, wanted, dummy in zip(spans, num_drafts, dummies, strict=True)
+        for span, wanted, dummy in zip(spans, num_drafts, dummies, strict=False)
     ]
 
 
@@ -141,12 +149,3 @@ def chained_drafts(config: SpeculativeConfig, context: GraphContext) -> Function
         return (*made, ops.most_likely(mtp.logits(mtp.normed(rows))))
 
     return drafts
-
-
-def chain_for(config: SpeculativeConfig, context: GraphContext) -> DraftChain | RecordedChain | None:
-    """The chain of a graph mode or of recorded passes; None where drafts are made pass by pass."""
-    if config.use_mtp_vanilla:
-        return None
-    if context.mode:
-        return DraftChain(config, context)
-    return RecordedChain(config, context) if isinstance(context.passes, RecordedPasses) else None

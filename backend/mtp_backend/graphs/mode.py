@@ -51,7 +51,6 @@ class GraphContext:
 
     Attributes:
         passes: how networks are called without graphs.
-        mode: how graphs are made; None without graphs.
         buckets: shapes of the target's pass and of the first draft pass, smallest first.
         max_blocks: blocks of the longest sequence.
         dummy_block: first of the blocks of the cache that no sequence holds: `num_dummy_blocks`, with a slot for each
@@ -63,7 +62,6 @@ class GraphContext:
     block_size: int
     device: torch.device
     passes: Passes
-    mode: GraphMode | None
     buckets: list[Bucket]
     max_blocks: int
     dummy_block: int
@@ -78,7 +76,7 @@ class GraphContext:
         """The cache tensors of the first MTP layer."""
         return self.cache.layers[self.networks.config.num_hidden_layers]
 
-    def static_batch(self, bucket: Bucket) -> StaticBatch:
+    def static_batch(self, bucket: Bucket, mode: GraphMode) -> StaticBatch:
         """Inputs of a bucket's graph."""
         where = self.max_blocks, self.block_size, self.dummy_block
-        return StaticBatch(bucket, *where, self.device, self.mode.tensor_lengths)
+        return StaticBatch(bucket, *where, self.device, mode.tensor_lengths)

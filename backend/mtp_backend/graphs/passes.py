@@ -1,9 +1,9 @@
-"""Passes of networks without graphs: what they read, and how they are called."""
+"""Passes of networks without graphs: what they are asked for, what they read, and how they are called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -12,6 +12,23 @@ from torch import Tensor
 
 from mtp_backend.cache import Span, build_layout
 from mtp_backend.ops import BatchLayout
+
+
+@dataclass
+class RaggedBatch:
+    """A batch of R sequences on the host.
+
+    Attributes:
+        token_ids: of the first pass, [T].
+        spans: where the sequences' tokens stand, for each pass of the function.
+        hidden: rows [T, H] in parts, that a draft layer takes beside the tokens; none for the target.
+        selection: of the first layout (`BatchLayout.selection`).
+    """
+
+    token_ids: list[int]
+    spans: list[list[Span]]
+    hidden: list[Tensor] = field(default_factory=list)
+    selection: Tensor | None = None
 
 
 @dataclass
@@ -47,23 +64,11 @@ class Passes(Protocol):
 
     num_recorded: int
 
-    def run(
-        self,
-        name: str,
-        function: Function,
-        token_ids: list[int],
-        spans: list[list[Span]],
-        hidden: list[Tensor] | None = None,
-        selection: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...]:
+    def run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor | None, ...]:
         """The function of a batch.
 
         Args:
-            name: the function's; always given with one that does the same.
-            token_ids: of the first pass, [T].
-            spans: where the sequences' tokens stand, for each pass of the function.
-            hidden: rows [T, H] in parts.
-            selection: of the first layout (`BatchLayout.selection`).
+            function: one object, however often it is called: it is known by that.
 
         Returns:
             What the function gives. The next pass may write it again.
@@ -79,16 +84,8 @@ class PlainPasses:
         self._block_size = block_size
         self._device = device
 
-    def run(
-        self,
-        name: str,
-        function: Function,
-        token_ids: list[int],
-        spans: list[list[Span]],
-        hidden: list[Tensor] | None = None,
-        selection: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        layouts = [build_layout(own, self._block_size, self._device) for own in spans]
-        layouts[0].selection = selection
-        tokens = torch.tensor(token_ids, device=self._device)
-        return function(PassBatch(tokens, torch.cat(hidden) if hidden else None, layouts))
+    def run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor | None, ...]:
+        layouts = [build_layout(spans, self._block_size, self._device) for spans in batch.spans]
+        layouts[0].selection = batch.selection
+        tokens = torch.tensor(batch.token_ids, device=self._device)
+        return function(PassBatch(tokens, torch.cat(batch.hidden) if batch.hidden else None, layouts))

@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_backend.cache import Span
-from mtp_backend.config import EngineConfig
-from mtp_backend.errors import InvalidArgument
-from mtp_backend.graphs.passes import Function, PassBatch, Passes, PlainPasses
-from mtp_backend.models import Networks
-from mtp_backend.ops import BatchLayout, Ops
+from mtp_backend.graphs.passes import Function, PassBatch, PlainPasses, RaggedBatch
+from mtp_backend.ops import BatchLayout
 
 MOST_PROGRAMS = 256  # about a megabyte each for 24 layers of width 1,024
 # What makes a tensor without computing. `new_tensor` of the native operations uses them too.
@@ -26,8 +23,8 @@ class RecordedPasses:
     """Records the operations of a function when a shape is first met. The next batches of the shape are copied into the
     same tensors, and the operations performed in one parallel region, without Python, torch or new memory between them.
 
-    A shape is the numbers of tokens, sequences and passes. No batch is padded. Recorded functions read and write tensors
-    of fixed address only, and by native operations only; any other fails by its name.
+    A shape is the numbers of tokens, sequences and passes. No batch is padded. Recorded functions read and write
+    tensors of fixed address only, and by native operations only; any other fails by its name.
 
     Args:
         max_tokens: of a batch that is recorded; larger ones, which have prompts, are called as they are.
@@ -45,55 +42,23 @@ class RecordedPasses:
         self._programs: dict[tuple[Any, ...], _Program] = {}  # the longest unused first
         self.num_recorded = 0
 
-    def run(
-        self,
-        name: str,
-        function: Function,
-        token_ids: list[int],
-        spans: list[list[Span]],
-        hidden: list[Tensor] | None = None,
-        selection: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        if len(token_ids) > self._max_tokens:
-            return self._plain.run(name, function, token_ids, spans, hidden, selection)
-        key = name, len(token_ids), len(spans[0]), len(spans)
+    def run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor | None, ...]:
+        if len(batch.token_ids) > self._max_tokens:
+            return self._plain.run(function, batch)
+        key = function, len(batch.token_ids), len(batch.spans[0]), len(batch.spans)
         program = self._programs.pop(key, None)
         if program is None:
-            program = _Program(self._tables, token_ids, spans, hidden)
-            program.fill(token_ids, spans, hidden)
+            program = _Program(self._tables, batch)
+            program.fill(batch)
             program.record(self._native, self._pool, function)
             self.num_recorded += 1
             if len(self._programs) == MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         else:
-            program.fill(token_ids, spans, hidden)
+            program.fill(batch)
             program.native.run()
         self._programs[key] = program
         return program.results
-
-
-def passes_for(config: EngineConfig, networks: Networks, ops: Ops, dtype: torch.dtype, max_blocks: int) -> Passes:
-    """Those of `config.graph_mode`.
-
-    Args:
-        max_blocks: of the longest sequence.
-
-    Raises:
-        InvalidArgument: it asks for recorded passes of networks that cannot be recorded.
-    """
-    needs = {
-        "device cpu": config.device == "cpu",
-        "dtype bfloat16": dtype is torch.bfloat16,
-        "the native operations (./build.sh setup)": ops.recordable,
-        "a checkpoint without sparse attention": not hasattr(networks.config, "index_topk"),
-        "no speculative.mask_pos0": not (config.speculative and config.speculative.mask_pos0),
-    }
-    missing = [need for need, met in needs.items() if not met]
-    if config.graph_mode == "recorded" and missing:
-        raise InvalidArgument("graph_mode", "recorded", f"null, or {missing[0]}")
-    if missing or config.graph_mode not in (None, "recorded"):
-        return PlainPasses(config.block_size, torch.device(config.device))
-    return RecordedPasses(config.max_num_seqs * (1 + config.num_drafts), config.block_size, max_blocks)
 
 
 class _Tables:
@@ -117,10 +82,9 @@ class _Program:
     The block tables of all passes are those of the first one.
     """
 
-    def __init__(
-        self, tables: _Tables, token_ids: list[int], spans: list[list[Span]], hidden: list[Tensor] | None
-    ) -> None:
+    def __init__(self, tables: _Tables, batch: RaggedBatch) -> None:
         self._tables = tables
+        token_ids, spans, hidden = batch.token_ids, batch.spans, batch.hidden
         # One tensor, so that a batch is one copy.
         counts = [sum(span.length for span in own) for own in spans]
         sizes = [size for own, count in zip(spans, counts, strict=True) for size in (count, count, 2 * len(own))]
@@ -136,10 +100,10 @@ class _Program:
         self._batch = PassBatch(tokens, rows, layouts)
         self._batch.last = last
 
-    def fill(self, token_ids: list[int], spans: list[list[Span]], hidden: list[Tensor] | None) -> None:
+    def fill(self, batch: RaggedBatch) -> None:
         """Copies a batch in."""
         size, last, layouts = self._tables.block_size, [], []
-        for own in spans:
+        for own in batch.spans:
             positions, slots, ends, lengths, end = [], [], [], [], 0
             for table, start, length in own:
                 for position in range(start, start + length):
@@ -149,12 +113,12 @@ class _Program:
                 ends.append(end)
                 lengths.append(start + length)
             layouts += positions + slots + ends + lengths
-            if own is spans[0]:
+            if own is batch.spans[0]:
                 last = [end - 1 for end in ends]
-        self._numbers[:] = array("l", token_ids + last + layouts)
-        self._tables.fill(spans[0])
-        if hidden:
-            torch.cat(hidden, out=self._batch.hidden)
+        self._numbers[:] = array("l", batch.token_ids + last + layouts)
+        self._tables.fill(batch.spans[0])
+        if batch.hidden:
+            torch.cat(batch.hidden, out=self._batch.hidden)
 
     def record(self, native: Any, pool: Any, function: Function) -> None:
         """Performs the function, and keeps how."""

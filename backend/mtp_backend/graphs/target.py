@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mtp_backend.cache import Span
 from mtp_backend.graphs.buckets import Bucket, choose
-from mtp_backend.graphs.mode import Graph, GraphContext
-from mtp_backend.graphs.passes import PassBatch
+from mtp_backend.graphs.mode import Graph, GraphContext, GraphMode
+from mtp_backend.graphs.passes import PassBatch, RaggedBatch
 from mtp_backend.graphs.static_batch import StaticBatch
 
 
@@ -54,17 +54,18 @@ class EagerTarget:
             logits = target.logits(rows)
             return rows, logits, target.ops.most_likely(logits)
 
-        self._functions = {False: ("hidden rows", hidden), True: ("hidden rows and logits", hidden_and_logits)}
+        self._functions = {False: hidden, True: hidden_and_logits}
 
     def run(self, token_ids: list[int], spans: list[Span], all_logits: bool) -> TargetRows:
-        return TargetRows(*self._context.passes.run(*self._functions[all_logits], token_ids, [spans]))
+        return TargetRows(*self._context.passes.run(self._functions[all_logits], RaggedBatch(token_ids, [spans])))
 
 
 class GraphTarget:
     """Runs batches that fit a bucket by the bucket's graph, others (those with prompts) by `EagerTarget`."""
 
-    def __init__(self, context: GraphContext) -> None:
+    def __init__(self, context: GraphContext, mode: GraphMode) -> None:
         self._context = context
+        self._mode = mode
         self._eager = EagerTarget(context)
         self._graphs: dict[Bucket, tuple[StaticBatch, Graph]] = {}
 
@@ -83,9 +84,9 @@ class GraphTarget:
     def _make(self, bucket: Bucket) -> tuple[StaticBatch, Graph]:
         context = self._context
         networks, caches = context.networks, context.target_caches
-        batch = context.static_batch(bucket)
+        batch = context.static_batch(bucket, self._mode)
 
         def forward() -> Tensor:
             return networks.target(batch.tokens, networks.rotary, batch.layout, caches)
 
-        return batch, context.mode.graph(forward)
+        return batch, self._mode.graph(forward)

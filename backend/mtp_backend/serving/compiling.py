@@ -16,7 +16,8 @@ class Compilations:
     """Holds requests back until their grammar is compiled.
 
     A grammar can take a second, and the first one imports the library, so a thread compiles them one by one while the
-    loop steps other requests. The compiler keeps what it made, so that the request then finds it.
+    loop steps other requests. The compiler keeps what it made, so that the request then finds it. The thread starts
+    with the object, and may run where the thread that makes it may then.
 
     Args:
         compile: `Engine.compile_grammar`.
@@ -29,6 +30,7 @@ class Compilations:
         self._wake = wake
         self._limit = limit
         self._thread = ThreadPoolExecutor(1, "grammar")
+        self._thread.submit(int)  # an executor starts its thread with its first work
         self._held: list[tuple[Address, Generate | Step, Future[MtpError | None]]] = []
 
     def hold(self, address: Address, message: Message) -> bool:

@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,8 @@ import zmq
 
 from mtp_backend.errors import MtpError, Unavailable, from_code
 from mtp_backend.serving import messages
-from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Message, Stats, Taken
+from mtp_backend.serving.engine_connection import EngineConnection, connect
+from mtp_backend.serving.messages import Bye, Cancel, Failed, Message, Stats, Taken
 from mtp_backend.serving.rendezvous import Rendezvous
 
 log = logging.getLogger("mtp.client")
@@ -83,11 +83,10 @@ class EngineClient:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._commands: zmq.Socket | None = None  # None while there is no engine
-        self._answers, self._engine = self._connect()
-        threads = [threading.Thread(target=self._read, daemon=True), threading.Thread(target=self._watch, daemon=True)]
-        for thread in threads:
+        reading = threading.Thread(target=self._read, args=(self._connect(),), daemon=True)
+        self._threads = [reading, threading.Thread(target=self._watch, daemon=True)]
+        for thread in self._threads:
             thread.start()
-        self._threads = threads
 
     def submit(self, requests: list[tuple[Callable[[int], Message], Reply]]) -> None:
         """Sends requests in one frame, so that the engine can compute them in one batch.
@@ -122,54 +121,42 @@ class EngineClient:
                 self._commands.close(linger=1000)
                 self._commands = None
 
-    def _connect(self) -> tuple[zmq.Socket, int]:
-        """Finds or starts the engine. Returns the socket of its answers and a descriptor that tells when it ends."""
-        pid = self._rendezvous.ensure_engine(self._config, self._server_pid)
-        try:
-            engine = os.pidfd_open(pid)
-        except ProcessLookupError:
-            raise Unavailable("the engine process ended") from None
-        # Two sockets, since one may be used by one thread only: this one sends, the other receives.
-        name = uuid.uuid4().bytes
-        commands = _socket(name + b"c", self._rendezvous.address)
-        answers = _socket(name + b"r", self._rendezvous.address)
-        answers.send(messages.encode([Hello(os.getpid(), self._metrics is not None)]))
-        poller = zmq.Poller()
-        poller.register(answers, zmq.POLLIN)
-        poller.register(engine, zmq.POLLIN)
-        while answers not in (ready := dict(poller.poll(1000))):
-            if engine in ready:
-                raise Unavailable("the engine process ended")
-        (welcome,) = messages.decode_from_engine(answers.recv())
+    def _connect(self) -> EngineConnection:
+        """Finds or starts the engine; from now on requests go to it."""
+        connection = connect(self._rendezvous, self._config, self._server_pid, self._metrics is not None)
         with self._lock:
-            self._commands = commands
-        self.max_model_len = welcome.max_model_len
-        return answers, engine
+            self._commands = connection.commands
+        self.max_model_len = connection.max_model_len
+        return connection
 
-    def _read(self) -> None:
+    def _read(self, connection: EngineConnection) -> None:
+        """Passes the answers of one engine after the other on."""
+        while self._read_until_ended(connection):
+            self._lose(connection)
+            restarted = self._restart()
+            if restarted is None:
+                return
+            connection = restarted
+        connection.answers.close(linger=0)
+
+    def _read_until_ended(self, connection: EngineConnection) -> bool:
+        """Passes an engine's answers on until it ends; False if the role closes before."""
         poller = zmq.Poller()
-        poller.register(self._answers, zmq.POLLIN)
-        poller.register(self._engine, zmq.POLLIN)
+        poller.register(connection.answers, zmq.POLLIN)
+        poller.register(connection.process, zmq.POLLIN)
         num_taken = 1  # the Welcome
         while not self._closing.is_set():
             ready = dict(poller.poll(100))
-            if self._answers in ready:
-                for message in messages.decode_from_engine(self._answers.recv()):
+            if connection.answers in ready:
+                for message in messages.decode_from_engine(connection.answers.recv()):
                     self._dispatch(message)
                 num_taken += 1
                 if num_taken >= FRAMES_PER_ACKNOWLEDGEMENT:
                     self._acknowledge(num_taken)
                     num_taken = 0
-            elif self._engine in ready:
-                poller.unregister(self._answers)
-                poller.unregister(self._engine)
-                self._lose_engine()
-                if not self._restart():
-                    return
-                poller.register(self._answers, zmq.POLLIN)
-                poller.register(self._engine, zmq.POLLIN)
-                num_taken = 1
-        self._answers.close(linger=0)
+            elif connection.process in ready:
+                return True
+        return False
 
     def _acknowledge(self, num_frames: int) -> None:
         """Tells the engine that frames have been handled: it sends streams no more than a role takes."""
@@ -190,20 +177,20 @@ class EngineClient:
         else:
             reply.answer(message)
 
-    def _lose_engine(self) -> None:
+    def _lose(self, connection: EngineConnection) -> None:
         log.error("the engine process ended; its requests fail and it is started again")
         with self._lock:
             lost = list(self._open.values())
             self._open.clear()
             self._commands.close(linger=0)
             self._commands = None
-        self._answers.close(linger=0)
-        os.close(self._engine)
+        connection.answers.close(linger=0)
+        os.close(connection.process)
         for reply in lost:
             reply.fail(Unavailable("the engine process ended; sequences are lost, start them again"))
 
-    def _restart(self) -> bool:
-        """Starts the engine again, waiting longer after each failure; False if the role closes meanwhile."""
+    def _restart(self) -> EngineConnection | None:
+        """Starts the engine again, waiting longer after each failure; None if the role closes meanwhile."""
         pause = FIRST_RETRY_SECONDS
         while not self._closing.wait(pause):
             if os.getppid() != self._parent_pid:
@@ -211,14 +198,14 @@ class EngineClient:
                 self._rendezvous.withdraw()
                 os._exit(1)  # nobody else ends this process: the server was killed
             try:
-                self._answers, self._engine = self._connect()
+                connection = self._connect()
                 if self._metrics is not None:
                     self._stats.put(None)
-                return True
+                return connection
             except (MtpError, OSError) as error:
                 log.error("the engine does not start: %s", error)
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
-        return False
+        return None
 
     def _watch(self) -> None:
         """Tells the engine about requests that their clients have withdrawn, and passes its statistics on.
@@ -246,12 +233,3 @@ class EngineClient:
             with self._lock:
                 if gone and self._commands is not None:
                     self._commands.send(messages.encode([Cancel(number) for number in gone]))
-
-
-def _socket(identity: bytes, address: str) -> zmq.Socket:
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, identity)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(address)
-    return socket

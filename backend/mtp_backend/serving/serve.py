@@ -13,8 +13,9 @@ from mtp_backend.serving import tritonserver
 from mtp_backend.serving.access import access
 from mtp_backend.serving.canary import questions
 from mtp_backend.serving.repository import ENGINE_FILE, check_models
+from mtp_backend.serving.service import Service
 from mtp_backend.serving.shared_memory import Regions
-from mtp_backend.serving.supervisor import Service, Supervisor
+from mtp_backend.serving.supervisor import Supervisor
 
 EPILOG = """exit codes: 0 ended by SIGTERM or SIGINT; 1 no server is installed; 2 wrong arguments or configuration, or a
 port in use; 3 the server did not start; 4 it was started again too often without success; 5 ended by a signal with

@@ -9,14 +9,12 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
-from pathlib import Path
 
 from mtp_backend.serving import canary, processes
-from mtp_backend.serving.canary import Canary, Questions
+from mtp_backend.serving.canary import Canary
 from mtp_backend.serving.processes import Pulse
 from mtp_backend.serving.rendezvous import OWNER, Rendezvous
+from mtp_backend.serving.service import Exit, Service
 from mtp_backend.serving.shared_memory import Regions
 
 log = logging.getLogger("mtp.serve")
@@ -27,39 +25,6 @@ MAX_FAILED_STARTS = 5  # in a row, after having served
 KILL_SECONDS = 10.0
 QUIET_SECONDS = 2.0  # the engine tells about its work once a second
 LOST = "a model's process ended before the first answer"
-
-
-class Exit(IntEnum):
-    """Exit codes of `mtp serve`; 1 and 2 are those of every command: an error, and wrong arguments."""
-
-    STOPPED = 0
-    NOT_STARTED = 3
-    GAVE_UP = 4
-    CUT_OFF = 5
-
-
-@dataclass(frozen=True)
-class Service:
-    """What is supervised.
-
-    Attributes:
-        command: the server's command line.
-        repository: the model repository.
-        host: address of its HTTP and metrics ports.
-        drain_seconds: how long requests that run may go on after SIGTERM.
-        hang_seconds: the engine is ended when its loop shows no sign of life for this long, the server when a model's
-            process does not.
-        questions: what it must have answered to be ready.
-    """
-
-    command: list[str]
-    repository: Path
-    host: str
-    http_port: int
-    metrics_port: int
-    drain_seconds: int
-    hang_seconds: int
-    questions: Questions
 
 
 class Supervisor:

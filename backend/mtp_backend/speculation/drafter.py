@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtp_backend.cache import Span
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import DraftChain, Function, GraphContext, PassBatch, RecordedChain
+from mtp_backend.graphs import Chain, Execution, Function, GraphContext, PassBatch, RaggedBatch
 from mtp_backend.models.layers.decoder import LayerCache
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
@@ -78,8 +78,7 @@ class Drafter(ABC):
         self._passes = context.passes
         self._caches = context.cache.layers[-config.num_draft_layers :]
         self._functions = [
-            (f"draft layer {layer}", self._function(layer, context.networks.rotary, cache))
-            for layer, cache in enumerate(self._caches)
+            self._function(layer, context.networks.rotary, cache) for layer, cache in enumerate(self._caches)
         ]
         self._device = context.device
 
@@ -91,24 +90,13 @@ class Drafter(ABC):
             The drafts of each sequence, `num_drafts` of them.
         """
 
-    def _forward(
-        self,
-        layer: int,
-        tokens: list[int],
-        hidden: list[Tensor],
-        spans: list[Span],
-        selection: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, layer: int, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
         """One pass of a draft layer.
 
-        Args:
-            selection: of sparse attention (`BatchLayout.selection`), for a layer that uses it again.
-
         Returns:
-            Rows [tokens, H] before `shared_head.norm`, and the selection that they were made with.
+            Rows [T, H] before `shared_head.norm`, and the selection that they were made with.
         """
-        name, function = self._functions[layer]
-        return self._passes.run(name, function, tokens, [spans], hidden, selection)
+        return self._passes.run(self._functions[layer], batch)
 
     def _function(self, layer: int, rotary: RotaryTable, cache: LayerCache) -> Function:
         module, mask_pos0 = self._module(layer), self._config.mask_pos0
@@ -154,11 +142,13 @@ class EagleDrafter(Drafter):
     and, in place of the target's row, the row that made it. The selection of sparse attention goes from pass to pass:
     a layer with an indexer uses it again or replaces it.
 
-    Attributes:
+    Args:
         chain: makes all passes of greedy sequences at once; None where there is none.
     """
 
-    chain: DraftChain | RecordedChain | None = None
+    def __init__(self, config: SpeculativeConfig, context: GraphContext, chain: Chain | None) -> None:
+        super().__init__(config, context)
+        self.chain = chain
 
     def propose(self, work: list[DraftWork]) -> list[Drafts]:
         mtp = self._module(0)
@@ -168,7 +158,7 @@ class EagleDrafter(Drafter):
             made = self.chain.run(tokens, hidden, spans, [item.num_drafts for item in work])
             if made is not None:
                 return [Drafts(token_ids) for token_ids in made]
-        rows, selection = self._forward(0, tokens, hidden, spans)
+        rows, selection = self._forward(0, RaggedBatch(tokens, [spans], hidden))
         drafts = [Drafts() for _ in work]
         chain = [number for number, item in enumerate(work) if item.num_drafts]
         if chain:
@@ -190,7 +180,7 @@ class EagleDrafter(Drafter):
                 ]
                 tokens = [drafts[number].token_ids[-1] for number in chain]
                 carry = self._carry(rows, normed)[kept]
-                rows, selection = self._forward(0, tokens, [carry], steps, _rows(selection, kept))
+                rows, selection = self._forward(0, RaggedBatch(tokens, [steps], [carry], _rows(selection, kept)))
         return drafts
 
 
@@ -220,7 +210,7 @@ class VanillaDrafter(Drafter):
                     # The row of position end − layer, where this layer goes on next time; unused if there is none.
                     item.kept[layer] = above[-layer:][:1].clone()
                 hidden.append(above)
-            output, _ = self._forward(layer, tokens, hidden, spans)
+            output, _ = self._forward(layer, RaggedBatch(tokens, [spans], hidden))
             normed = self._module(layer).normed(output)
             lengths = [span.length for span in spans]
             rows = self._carry(output, normed).split(lengths)
@@ -233,9 +223,11 @@ class VanillaDrafter(Drafter):
         ]
 
 
-def drafter_for(config: SpeculativeConfig, context: GraphContext) -> Drafter:
+def drafter_for(config: SpeculativeConfig, context: GraphContext, execution: Execution) -> Drafter:
     """The drafter of the configured mode."""
-    return (VanillaDrafter if config.use_mtp_vanilla else EagleDrafter)(config, context)
+    if config.use_mtp_vanilla:
+        return VanillaDrafter(config, context)
+    return EagleDrafter(config, context, execution.chain(config, context))
 
 
 def _rows(selection: Tensor | None, rows: Tensor | list[int]) -> Tensor | None:

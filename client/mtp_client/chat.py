@@ -141,7 +141,8 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
             raise _invalid(f"{place}[{index}]", call, '{"type": "function", "function": {"name": …, "arguments": …}}')
         try:
             arguments = json.loads(function.get("arguments") or "{}")
-        except (ValueError, TypeError):
+            _tojson(arguments).encode()  # half a surrogate pair is no text
+        except (ValueError, TypeError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             allowed = "the JSON text of an object"

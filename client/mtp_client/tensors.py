@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from operator import index
 from types import MappingProxyType
 from typing import Any
 
@@ -21,14 +22,27 @@ from mtp_client.types import Chunk, Generation, SamplingParams, Step
 Outputs = Mapping[str, Any]
 
 
-def string(value: str, *, shape: tuple[int, ...]) -> np.ndarray:
-    """BYTES tensor that holds one string."""
+def string(name: str, value: str, *, shape: tuple[int, ...]) -> np.ndarray:
+    """BYTES tensor that holds one string. Raises InvalidArgument: it is no text, or holds half a surrogate pair."""
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidArgument(f"{name}: got {shortened(value)}; allowed: a text of Unicode characters") from None
     return np.full(shape, value, dtype=np.object_)
 
 
-def ids(values: Iterable[int]) -> np.ndarray:
-    """INT64 tensor [1, n] of token ids; n may be 0."""
-    return np.asarray(list(values), dtype=np.int64).reshape(1, -1)
+def ids(name: str, values: Iterable[int]) -> np.ndarray:
+    """INT64 tensor [1, n] of token ids; n may be 0. Raises InvalidArgument: others than integers of 64 bits."""
+    try:
+        return np.asarray([index(value) for value in values], dtype=np.int64).reshape(1, -1)
+    except (TypeError, OverflowError):
+        raise InvalidArgument(f"{name}: got {shortened(values)}; allowed: a list of integers of 64 bits") from None
+
+
+def shortened(value: object) -> str:
+    """A value as errors show it."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def sampling_json(params: Mapping[str, Any], options: Mapping[str, Any] = MappingProxyType({})) -> str | None:
@@ -75,11 +89,11 @@ def generate_inputs(
     add_special_tokens: bool = True,
 ) -> dict[str, np.ndarray]:
     """Inputs of the `generate` model, shape [1] each. `options`: see `sampling_json`."""
-    inputs = {"text_input": string(prompt, shape=(1,)), "stream": np.array([stream])}
+    inputs = {"text_input": string("text_input", prompt, shape=(1,)), "stream": np.array([stream])}
     if not add_special_tokens:
         inputs["add_special_tokens"] = np.array([False])
     if sampling := sampling_json(params, options):
-        inputs["sampling_parameters"] = string(sampling, shape=(1,))
+        inputs["sampling_parameters"] = string("sampling_parameters", sampling, shape=(1,))
     return inputs
 
 
@@ -93,17 +107,17 @@ def sequence_inputs(
     sampling: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Inputs of one step of a sequence, shape [1, n]; `step` -1 only ends the sequence."""
-    inputs = {"step": ids([step])}
+    inputs = {"step": ids("step", [step])}
     if input_ids is not None:
-        inputs["input_ids"] = ids(input_ids)
+        inputs["input_ids"] = ids("input_ids", input_ids)
     if text is not None:
-        inputs["text_input"] = string(text, shape=(1, 1))
+        inputs["text_input"] = string("text_input", text, shape=(1, 1))
     if draft_ids is not None:
-        inputs["draft_ids"] = ids(draft_ids)
+        inputs["draft_ids"] = ids("draft_ids", draft_ids)
     if generated_ids is not None:
-        inputs["generated_ids"] = ids(generated_ids)
+        inputs["generated_ids"] = ids("generated_ids", generated_ids)
     if sampling is not None:
-        inputs["sampling_parameters"] = string(sampling, shape=(1, 1))
+        inputs["sampling_parameters"] = string("sampling_parameters", sampling, shape=(1, 1))
     return inputs
 
 

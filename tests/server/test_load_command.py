@@ -33,6 +33,8 @@ def test_streams(triton_server, alone, protocol, loop):
     assert metrics["inter_token_latency_ms"]["mean"] <= metrics["inter_response_latency_ms"]["mean"]
     tokens = sum(len(one.token_ids) for one in wanted)
     assert found["output_tokens_per_second"] * found["seconds"] == pytest.approx(tokens)
+    prompts = sum(len(one.prompt_token_ids) for one in wanted)
+    assert found["total_tokens_per_second"] * found["seconds"] == pytest.approx(prompts + tokens)
 
 
 def test_sequences(triton_server, tmp_path):

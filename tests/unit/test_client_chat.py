@@ -140,16 +140,23 @@ def test_content():
         ({"role": "user", "content": "a", "reasoning_content": "b"}, "messages[0].reasoning_content"),
         ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
     ],
 )
 def test_refused_messages(message, param):
     with pytest.raises(InvalidArgument) as caught:
         ChatTemplate("", {}).render([message], {})
     assert str(caught.value).startswith(f"{param}: got ")
+
+
+DEEP = '{"a": ' * 100_000
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", '{"a": "\\ud800"}', '{"\\udc00": 1}', "[" * 100_000, DEEP, 5, [1]])
+def test_refused_arguments(arguments):
+    """The text of earlier calls is JSON within JSON, which may hold what the message's own may not."""
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].tool_calls\[0\].function.arguments: got .*; allowed: "):
+        ChatTemplate("", {}).render([message], {})
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

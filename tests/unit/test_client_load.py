@@ -75,11 +75,11 @@ def test_wrong_files(tmp_path, entries, message):
 
 RECORDS = [
     # 100 ms to the first token, then 2 and 3 more tokens in 100 ms each: 200 ms for 5 tokens behind the first.
-    Record(1.0, [(1.1, 1), (1.2, 2), (1.3, 3)], num_draft_tokens=4, num_accepted_draft_tokens=3),
+    Record(1.0, [(1.1, 1), (1.2, 2), (1.3, 3)], 20, num_draft_tokens=4, num_accepted_draft_tokens=3),
     # The first response has no token.
-    Record(2.0, [(2.1, 0), (2.4, 2)], num_draft_tokens=0),
-    Record(2.5, [(2.6, 1)], num_draft_tokens=4, num_accepted_draft_tokens=1),
-    Record(3.0, [(3.1, 5)], error="Unavailable: gone"),
+    Record(2.0, [(2.1, 0), (2.4, 2)], 10, num_draft_tokens=0),
+    Record(2.5, [(2.6, 1)], 5, num_draft_tokens=4, num_accepted_draft_tokens=1),
+    Record(3.0, [(3.1, 5)], 40, error="Unavailable: gone"),
 ]
 
 
@@ -96,6 +96,7 @@ def test_figures():
     # From the first start, 1.0, to the last good response, 2.6.
     assert summary["seconds"] == pytest.approx(1.6)
     assert summary["output_tokens_per_second"] == pytest.approx(9 / 1.6)
+    assert summary["total_tokens_per_second"] == pytest.approx((35 + 9) / 1.6)
     assert summary["requests_per_second"] == pytest.approx(3 / 1.6)
     first = summary["metrics"]["time_to_first_token_ms"]
     assert first == pytest.approx({"mean": 200, "min": 100, "max": 400, "p50": 100, "p90": 340, "p95": 370, "p99": 394})
@@ -104,7 +105,8 @@ def test_figures():
 def test_table_and_picture(tmp_path):
     lines = report.table(report.summary(RECORDS)).splitlines()
     assert "time to first token, ms         200.00    100.00    400.00    100.00    340.00" in lines[1]
-    assert "3 requests in 1.60 s" in lines[-3] and "4 of 8 draft tokens accepted" in lines[-2]
+    assert "3 requests in 1.60 s" in lines[-3] and "5.6 output tokens/s, 27.5 with those of the prompts" in lines[-3]
+    assert "4 of 8 draft tokens accepted" in lines[-2]
     assert lines[-1] == "1 × Unavailable: gone"
     report.plot(RECORDS, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -28,6 +28,30 @@ def test_unknown_parameter_is_named_before_anything_is_sent():
                 call("x", temprature=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": "a\ud800"}, r"text_input: got 'a\\ud800'; allowed: a text of Unicode"),
+        ({"prompt": 5}, "text_input: got 5; allowed: a text of Unicode"),
+        ({"prompt": "a", "stop": "\udc00"}, "sampling_parameters: got '.*udc00.*'; allowed: a text of Unicode"),
+    ],
+)
+def test_what_is_no_text(arguments, message):
+    """It is refused as the server would, before anything is sent."""
+    with Client("127.0.0.1:1") as client:
+        for call in (client.generate, client.stream):
+            with pytest.raises(InvalidArgument, match=message):
+                call(**arguments)
+
+
+@pytest.mark.parametrize("values", [[1.5], ["1"], [2**63], [-(2**63) - 1], "12", [None], 7, [[1]]])
+def test_what_are_no_ids(values):
+    for name in ("input_ids", "draft_ids", "generated_ids"):
+        with pytest.raises(InvalidArgument, match=f"{name}: got .*; allowed: a list of integers of 64 bits"):
+            tensors.sequence_inputs(0, **{name: values})
+    assert tensors.ids("input_ids", np.array([5, 2**62])).tolist() == [[5, 2**62]]
+
+
 def test_sampling_json():
     assert tensors.sampling_json({}) is None
     assert tensors.sampling_json({"top_k": None}) is None

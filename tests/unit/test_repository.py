@@ -70,6 +70,15 @@ def test_override(tmp_path):
         assert "max_candidate_sequences: 7 }" in (tmp_path / "r" / model / "config.pbtxt").read_text()
 
 
+@pytest.mark.parametrize("name", ['a "model" \\ of mine', "漢字", "$HOME ${dtype}"])
+def test_any_path_of_a_model(tmp_path, monkeypatch, name):
+    """What stands in a value is a value, whatever the files' syntax makes of its characters."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert create(tmp_path / "r", f"model={name}") == 0
+    assert EngineConfig.from_json(tmp_path / "r" / "engine.json").model == str(tmp_path / name)
+
+
 def test_model_is_relative_to_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT.parent)
     assert create(tmp_path / "r", "model=checkpoints/glm-demo") == 0
@@ -92,7 +101,9 @@ def test_draft_model(tmp_path, monkeypatch, values):
     [
         ("num_speculative_tokens=16", "speculative.num_speculative_tokens: got 16; allowed: an integer in 0 … 15"),
         ("num_speculative_tokens=-1", "speculative.num_speculative_tokens: got -1"),
-        ("num_speculative_tokens=two", "engine.json"),
+        ("num_speculative_tokens=two", "num_speculative_tokens: got 'two'; allowed: a number"),
+        ("num_speculative_tokens=1.5", "speculative.num_speculative_tokens: got 1.5; allowed: an integer"),
+        ("kv_cache_bytes=", "kv_cache_bytes: got ''; allowed: a number"),
         ("dtype=float16", "dtype: got 'float16'; allowed: one of auto, bfloat16, float32"),
         ("device=gpu", "device: got 'gpu'; allowed: one of cpu, npu"),
         ("max_num_seqs=0", "max_num_seqs: got 0; allowed: an integer ≥ 1"),
@@ -100,7 +111,10 @@ def test_draft_model(tmp_path, monkeypatch, values):
         ("kv_cache_bytes=0", "kv_cache_bytes: got 0"),
         ("num_threads=0", "num_threads: got 0"),
         ("sequence_ttl_seconds=0", "sequence_ttl_seconds: got 0; allowed: a number in (0,"),
-        ("max_candidate_sequences=0", "max_sequences: got 0; allowed: an integer ≥ 1"),
+        ("sequence_ttl_seconds=inf", "sequence_ttl_seconds: got inf; allowed: a number in (0,"),
+        ("max_candidate_sequences=0", "max_candidate_sequences: got 0; allowed: an integer in 1 … 2147483647"),
+        ("max_batch_size=0", "max_batch_size: got 0; allowed: an integer in 1 … 2147483647"),
+        ("max_sequence_idle_microseconds=-1", "max_sequence_idle_microseconds: got -1; allowed: an integer in 1 …"),
         ("model=no/such/folder", "no/such/folder'; allowed: an existing checkpoint directory"),
         ("draft_model=no/such/folder", "no/such/folder'; allowed: an existing checkpoint directory"),
         ("no_such_name=1", "no_such_name: got '1'; allowed: not a value of the templates; known: "),
@@ -148,6 +162,14 @@ def test_output_in_use(tmp_path, capsys, kind):
     assert create(output) == 2
     assert "output: got" in capsys.readouterr().err
     assert (output if kind == "file" else output / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("output", ["/proc/repository", "/dev/null/x/repository"])
+def test_output_that_cannot_be_made(capsys, output):
+    """It is told in a line, by its name."""
+    assert create(output) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("mtp: ") and error.count("\n") == 1 and str(Path(output).parts[1]) in error
 
 
 def test_empty_output(tmp_path):

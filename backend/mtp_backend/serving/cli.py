@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidArgument as error:
         print(f"mtp: {error}", file=sys.stderr)
         return 2
-    except MtpError as error:
+    except (MtpError, OSError) as error:  # a full disk, no right to write, …
         print(f"mtp: {error}", file=sys.stderr)
         return 1
 

@@ -7,14 +7,22 @@ import re
 import shutil
 import tempfile
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from mtp_backend import checks
 from mtp_backend.config import EngineConfig
 from mtp_backend.errors import InvalidArgument
 
 ENGINE_FILE = "engine.json"
+# Values for the server alone, as the engine's configuration does not check them; with the least and the greatest.
+SERVER_VALUES = {
+    "max_batch_size": (1, 2**31 - 1),
+    "max_candidate_sequences": (1, 2**31 - 1),
+    "max_sequence_idle_microseconds": (1, 2**63 - 1),
+}
 
 # In configurations of models, with what is allowed.
 FORBIDDEN = {
@@ -29,11 +37,12 @@ def create_repository(templates: Path, values_file: Path, overrides: dict[str, s
     Args:
         templates: folder with engine.json and MODEL/config.pbtxt, in which ${name} stands for a value.
         values_file: TOML file with one value for each name.
-        overrides: name → value as text, in place of the file's.
+        overrides: name → value as text, in place of the file's; a number if the file's is one.
         output: folder to make; it must not exist or be empty.
 
     Raises:
         InvalidArgument: a name without value, a value without name, a wrong value, or an output that is in use.
+        OSError: the output cannot be written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InvalidArgument("output", str(output), "a folder that does not exist or is empty")
@@ -44,7 +53,10 @@ def create_repository(templates: Path, values_file: Path, overrides: dict[str, s
         raise InvalidArgument(name, None, f"a value for the template's ${{{name}}} in {values_file} or by --set")
     for name in sorted(values.keys() - wanted):
         raise InvalidArgument(name, values[name], "not a value of the templates; known: " + ", ".join(sorted(wanted)))
-    filled = {path: Template(text).substitute(values) for path, text in files.items()}
+    for name in SERVER_VALUES.keys() & values.keys():
+        checks.integer(name, values[name], *SERVER_VALUES[name])
+    written = {name: _written(value) for name, value in values.items()}
+    filled = {path: Template(text).substitute(written) for path, text in files.items()}
     _check_engine(filled[Path(ENGINE_FILE)])
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=".repository-"))
@@ -69,6 +81,19 @@ def _templates(folder: Path) -> list[Path]:
     return found
 
 
+def _written(value: float | str) -> str:
+    """A value as it stands in the files, a text between quotes there."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text[1:-1] if isinstance(value, str) else text
+
+
+def _number(name: str, text: str) -> int | float:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise InvalidArgument(name, text, "a number")
+
+
 def _values(file: Path, overrides: dict[str, str]) -> dict[str, Any]:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -77,8 +102,11 @@ def _values(file: Path, overrides: dict[str, str]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise InvalidArgument(name, value, "a number or a text")
+    given = {
+        name: text if isinstance(values.get(name, ""), str) else _number(name, text) for name, text in overrides.items()
+    }
     # The repository may lie anywhere, so the paths of checkpoints become absolute.
-    for chosen, folder in ((values, file.parent), (overrides, Path())):
+    for chosen, folder in ((values, file.parent), (given, Path())):
         for name in ("model", "draft_model"):
             if isinstance(chosen.get(name), str) and chosen[name]:
                 chosen = chosen | {name: str((folder / chosen[name]).resolve())}

@@ -54,6 +54,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     ends = [record.responses[-1][0] for record in good if record.responses]
     seconds = max(ends) - min(record.start for record in records) if ends else 0.0
     tokens = sum(count for record in good for _, count in record.responses)
+    inputs = sum(record.num_input_tokens for record in good)
     drafted = sum(record.num_draft_tokens for record in good)
     accepted = sum(record.num_accepted_draft_tokens for record in good)
     return {
@@ -62,6 +63,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "seconds": seconds,
         "requests_per_second": len(good) / seconds if seconds else 0.0,
         "output_tokens_per_second": tokens / seconds if seconds else 0.0,
+        "total_tokens_per_second": (inputs + tokens) / seconds if seconds else 0.0,
         "draft_tokens": drafted,
         "accepted_draft_tokens": accepted,
         "metrics": {name: _distribution(values) for name, values in samples(records).items() if values},
@@ -78,7 +80,8 @@ def table(found: dict[str, Any]) -> str:
             lines.append(f"{title:28}" + "".join(f"{value:10.2f}" for value in values))
     lines += [
         f"{found['requests']} requests in {found['seconds']:.2f} s: {found['requests_per_second']:.2f} requests/s, "
-        f"{found['output_tokens_per_second']:.1f} output tokens/s",
+        f"{found['output_tokens_per_second']:.1f} output tokens/s, "
+        f"{found['total_tokens_per_second']:.1f} with those of the prompts",
         f"{found['accepted_draft_tokens']} of {found['draft_tokens']} draft tokens accepted",
     ]
     return "\n".join(lines + [f"{count} × {error}" for error, count in found["errors"].items()])

@@ -21,11 +21,13 @@ class Record:
     """One generation or one sequence.
 
     `start`: when it was sent, or was due. `responses`: when each came, and its tokens. Times
-    are in seconds from the start of the load.
+    are in seconds from the start of the load. Input tokens are those of a prompt and those
+    that a client appended to a sequence.
     """
 
     start: float
     responses: list[tuple[float, int]] = field(default_factory=list)
+    num_input_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     error: str = ""
@@ -80,6 +82,7 @@ class Load:
         async with aclosing(self._client.stream(work.prompt, **self._options, **work.params)) as chunks:
             async for chunk in chunks:
                 record.responses.append((self._now(), len(chunk.token_ids)))
+                record.num_input_tokens = chunk.num_input_tokens
                 record.num_draft_tokens = chunk.num_draft_tokens
                 record.num_accepted_draft_tokens = chunk.num_accepted_draft_tokens
 
@@ -88,6 +91,7 @@ class Load:
             for given in ({}, *work.later):
                 step = await sequence.step(**given)
                 record.responses.append((self._now(), len(step.token_ids)))
+                record.num_input_tokens = step.sequence_length - sum(count for _, count in record.responses)
                 record.num_draft_tokens += step.num_drafted
                 record.num_accepted_draft_tokens += step.num_accepted
 

@@ -1,6 +1,6 @@
 """Speed of client-paced sequences through a real server, beside the engine's own step in this process.
 
-    python benchmarks/steps.py [--model deepseek-demo] [--concurrency 1 4 16] [--steps 100]
+    .venv/bin/python benchmarks/steps.py CHECKPOINT [--concurrency 1 4 16] [--drafts 2] [--steps 100] [--threads 1]
 
 Every client is a thread with a sequence of its own on `speculative`, asking for one step after the other. The engine in
 this process and the server take turns, five rounds each, so that a busy machine slows both. Times are medians over all
@@ -20,14 +20,13 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from demo import ROOT, Addresses, server
+from demo import Addresses, server
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.sampling import SamplingParams
 from mtp_client import Client
 
 PROMPT = "And it came to pass, when the king heard these words of chapter {},"
-NUM_DRAFTS = 2
 WARMUP_STEPS = 30  # behind a pause the first ones take several times as long
 ROUNDS = 5
 METRICS_SECONDS = 1.5  # the engine tells its counters once a second
@@ -36,15 +35,21 @@ METRICS_SECONDS = 1.5  # the engine tells its counters once a second
 def main() -> None:
     """Prints one line for each number of clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="deepseek-demo")
+    parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1, help="of the engines")
     arguments = parser.parse_args()
+    limits = {"num_threads": arguments.threads, "max_num_seqs": max(arguments.concurrency)}
+    engine = Engine(EngineConfig(str(arguments.checkpoint), {"num_speculative_tokens": arguments.drafts}, **limits))
     folder = Path(tempfile.mkdtemp(prefix="mtp-steps-"))
-    checkpoint = str(ROOT / "checkpoints" / arguments.model)
-    engine = Engine(EngineConfig(checkpoint, {"num_speculative_tokens": NUM_DRAFTS}, num_threads=1, max_num_seqs=16))
+    values = {"model": arguments.checkpoint.resolve(), **limits}
     try:
-        with server(arguments.model, NUM_DRAFTS, folder) as addresses, Client(addresses.grpc) as client:
+        with (
+            server("deepseek-demo", arguments.drafts, folder, values) as addresses,
+            Client(addresses.grpc) as client,
+        ):
             print("clients  engine's step  through Triton  added  device batch  steps/s")
             for count in arguments.concurrency:
                 compare(engine, client, addresses, count, arguments.steps)

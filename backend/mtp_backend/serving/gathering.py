@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-LONGEST_SECONDS = 0.005
+LONGEST_SECONDS = 0.02
 LONGEST_SHARE = 0.25  # of the time of the last batch
 
 

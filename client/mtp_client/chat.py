@@ -18,6 +18,8 @@ from mtp_client.errors import InvalidArgument
 # OpenAI's newer name of the system role is unknown to the templates.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _RESERVED = ("messages", "add_generation_prompt", "tools")
+# What a template raises where values are not of the kind that it expects, or are nested too deeply for it.
+_VALUES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
 class TemplateRefusal(Exception):
@@ -62,7 +64,7 @@ class ChatTemplate:
         given = {**self._special_tokens, **variables, **({"tools": list(tools)} if tools else {})}
         try:
             return self._render(checked, given)
-        except (TemplateRefusal, jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (TemplateRefusal, jinja2.TemplateError, *_VALUES) as error:
             raise InvalidArgument(f"messages: the chat template refuses them: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:

@@ -189,6 +189,14 @@ def test_tools(form):
     assert ChatTemplate(template, {}).render(CALLS[:1], {}) == "<user>1 + 1?"
 
 
+def test_values_too_deep_for_the_template():
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidArgument, match="messages: the chat template refuses them: "):
+        ChatTemplate("{{ deep | tojson }}", {}).render([{"role": "user", "content": "x"}], {"deep": deep})
+
+
 def test_refusals_of_the_template():
     for source in ("{{ raise_exception('not two') }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}", "{{ messages[0] + 1 }}"):
         with pytest.raises(InvalidArgument, match="the chat template refuses them: ") as caught:

@@ -166,7 +166,7 @@ class Gateway:
         asked = fields.read(await read_json(request), table, required)
         served = self._settings.served_model_name
         if asked.own["model"] != served:
-            message = f"model: got {asked.own['model']!r}; allowed: {served}"
+            message = str(invalid("model", asked.own["model"], served))
             raise ApiError(404, message, param="model", code="model_not_found")
         return asked
 

@@ -17,14 +17,16 @@ void linear(const Linear& job, std::int64_t begin, std::int64_t end) {
   Packed x{job.packed, job.m, job.k};
   ProductSession session;
   session.prepare(x);
+  WideRows wide_rows;
   alignas(64) float out[BLOCK_M * BLOCK_N];
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t first = item * BLOCK_N, n = least(BLOCK_N, job.n - first);
+    Weight rows = wide_rows.of(job.w.from(first), n, x);
     float bias[BLOCK_N] = {};
     if (job.bias)
       for (std::int64_t i = 0; i < n; ++i) bias[i] = to_float(job.bias[first + i]);
     for (std::int64_t block = 0; block < x.blocks(); ++block) {
-      product(job.w + first * job.w_stride, job.w_stride, n, x, block, out);
+      product(rows, n, x, block, out);
       for (std::int64_t m = 0; m < least(BLOCK_M, job.m - block * BLOCK_M); ++m) {
         std::int64_t at = (block * BLOCK_M + m) * job.n + first;
         for (std::int64_t i = 0; i < n; i += LANES) {

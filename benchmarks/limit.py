@@ -1,6 +1,7 @@
 """What the memory of this machine allows a checkpoint: the least time of a step, and what drafts can bring.
 
     .venv/bin/python benchmarks/limit.py CHECKPOINT [--threads 1 2] [--concurrency 1 4 16] [--acceptance 0.75]
+        [--int8-weights all]
 
 The read bandwidth is that over a buffer as large as the weights. Bytes of a step: the weights that every token needs,
 the experts that the tokens are expected to meet, the cache, and with drafts the passes of the MTP layer.
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.engine.bandwidth import read_bandwidth
 from mtp_backend.environment import start_again
 from mtp_backend.models.summary import summarize
@@ -28,14 +30,15 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--context", type=int, default=192, help="tokens of each sequence")
     parser.add_argument("--acceptance", type=float, default=0.75, help="of a draft whose predecessors were accepted")
+    parser.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none")
     arguments = parser.parse_args()
     checkpoint = Checkpoint(arguments.checkpoint)
-    weights = summarize(checkpoint, checkpoint.dtype, 0).loaded_bytes
+    weights = summarize(checkpoint, checkpoint.dtype, 0, arguments.int8_weights).loaded_bytes
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         bandwidth = read_bandwidth(weights)
         print(f"{threads} thread(s): {bandwidth / 1e9:.1f} GB/s over {weights / 1e6:.0f} MB", flush=True)
-    traffic = step_traffic(checkpoint, checkpoint.dtype)
+    traffic = step_traffic(checkpoint, checkpoint.dtype, arguments.int8_weights)
     print(f"\nwith the last:\n{'seqs':>4} {'k':>2} {'MB/step':>9} {'ms/step':>8} {'tokens/s':>9} {'speed-up':>8}")
     for size in arguments.concurrency:
         for k in arguments.drafts:

@@ -11,11 +11,20 @@ namespace {
 
 namespace py = pybind11;
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool wide) {
-  Operation operation("mtp::linear");
-  check(weight, "weight", at::kBFloat16, {-1, -1});
-  check(x, "x", at::kBFloat16, {-1, weight.size(1)});
+// The rows of a matrix, or of several [N, rows, K] that are dense; int8 if there is a scale for each.
+Weight weight_of(const Tensor& weight, const char* name, const std::optional<Tensor>& scale, const char* scale_name,
+                 at::IntArrayRef shape) {
+  check(weight, name, scale ? at::kChar : at::kBFloat16, shape, shape.size() == 3);
+  if (scale) check(*scale, scale_name, at::kFloat, weight.sizes().slice(0, shape.size() - 1), true);
+  return {weight.data_ptr(), weight.stride(-2), scale ? data<float>(*scale) : nullptr, scale.has_value()};
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool wide,
+              const std::optional<Tensor>& scale) {
+  Operation operation(scale ? "mtp::linear_int8" : "mtp::linear");
   Linear job{};
+  job.w = weight_of(weight, "weight", scale, "scale", {-1, -1});
+  check(x, "x", at::kBFloat16, {-1, weight.size(1)});
   job.m = x.size(0), job.n = weight.size(0), job.k = weight.size(1);
   if (bias) {
     check(*bias, "bias", at::kBFloat16, {job.n});
@@ -25,10 +34,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   if (!y.numel()) return y;
   Tensor packed = new_tensor({packed_size(job.m, job.k)});
   job.x = data(x), job.x_stride = x.stride(0);
-  job.w = data(weight), job.w_stride = weight.stride(0);
   job.y = y.data_ptr(), job.wide = wide, job.packed = data(packed);
   share_out(kernels().pack_items(job.m), job.m * job.k * 2, kernels().linear_pack, job);
-  share_out(kernels().linear_items(job), (job.n + job.m) * job.k * 2, kernels().linear, job);
+  share_out(kernels().linear_items(job), job.n * job.k * job.w.element_size() + job.m * job.k * 2,
+            kernels().linear, job);
   return y;
 }
 
@@ -117,7 +126,7 @@ struct ExpertsWork {
     job.rows = rows.data(), job.order = order.data(), job.place = place.data();
   }
 
-  std::int64_t weight_bytes() const { return job.num_active * job.width * job.hidden * 2; }
+  std::int64_t weight_bytes() const { return job.num_active * job.width * job.hidden * job.down.element_size(); }
 };
 
 // A phase of the experts: `count` tells its items and `bytes` its memory traffic once the pairs are sorted.
@@ -135,12 +144,16 @@ void share_out_experts(std::shared_ptr<ExpertsWork> work, Count count, Bytes byt
 }
 
 Tensor grouped_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
-                       const Tensor& weights) {
-  Operation operation("mtp::grouped_experts");
+                       const Tensor& weights, const std::optional<Tensor>& gate_up_scale,
+                       const std::optional<Tensor>& down_scale) {
+  Operation operation(down_scale ? "mtp::grouped_experts_int8" : "mtp::grouped_experts");
+  TORCH_CHECK(gate_up_scale.has_value() == down_scale.has_value(), "down_scale: ", down_scale ? "a tensor" : "none",
+              "; allowed: as gate_up_scale");
   check(x, "x", at::kBFloat16, {-1, -1});
-  check(down, "down", at::kBFloat16, {-1, x.size(1), -1}, true);
+  Weight down_rows = weight_of(down, "down", down_scale, "down_scale", {-1, x.size(1), -1});
   std::int64_t num_experts = down.size(0), width = down.size(2), hidden = x.size(1), tokens = x.size(0);
-  check(gate_up, "gate_up", at::kBFloat16, {num_experts, 2 * width, hidden}, true);
+  Weight gate_up_rows =
+      weight_of(gate_up, "gate_up", gate_up_scale, "gate_up_scale", {num_experts, 2 * width, hidden});
   check(ids, "ids", at::kLong, {tokens, -1}, true);
   std::int64_t top_k = ids.size(1), pairs = tokens * top_k;
   check(weights, "weights", at::kFloat, {tokens, top_k}, true);
@@ -152,7 +165,7 @@ Tensor grouped_experts(const Tensor& x, const Tensor& gate_up, const Tensor& dow
   Tensor packed_inner = new_tensor({num_rows * packed_width(width)}), results = new_tensor({pairs, hidden}, at::kFloat);
   auto work = std::make_shared<ExpertsWork>();
   Experts& job = work->job;
-  job.x = data(x), job.x_stride = x.stride(0), job.gate_up = data(gate_up), job.down = data(down);
+  job.x = data(x), job.x_stride = x.stride(0), job.gate_up = gate_up_rows, job.down = down_rows;
   job.weights = data<float>(weights), job.tokens = tokens, job.top_k = top_k, job.hidden = hidden, job.width = width;
   job.packed = data(packed), job.inner = data(inner), job.packed_inner = data(packed_inner);
   job.results = data<float>(results), job.y = data(y);
@@ -183,11 +196,15 @@ PYBIND11_MODULE(_native, module) {
       [](const std::string& name) { TORCH_CHECK(use_level(name), "level: ", name, "; allowed: those of levels()"); },
       py::arg("level"), "Takes another one, for tests.");
   module.def("linear", &linear, py::arg("x"), py::arg("weight"), py::arg("bias") = py::none(), py::arg("wide") = false,
-             "x [M, K] times weight [N, K] transposed plus bias [N], bfloat16 → [M, N], bfloat16 or if wide float32.");
+             py::arg("scale") = py::none(),
+             "x [M, K] times weight [N, K] transposed plus bias [N], bfloat16 → [M, N], bfloat16 or if wide float32. "
+             "With a scale, float32 [N], the weight is int8.");
   module.def("wide_linear", &wide_linear, "The same with a weight in float32, → float32.");
   module.def("head_linear", &head_linear, "x [T, N, K], weight [N, O, K] → [T, N, O]; weight dense along O or K.");
   module.def("select_experts", &select_experts, "As `Ops.select_experts`.");
-  module.def("grouped_experts", &grouped_experts, "As `Ops.grouped_experts`.");
+  module.def("grouped_experts", &grouped_experts, py::arg("x"), py::arg("gate_up"), py::arg("down"), py::arg("ids"),
+             py::arg("weights"), py::arg("gate_up_scale") = py::none(), py::arg("down_scale") = py::none(),
+             "As `Ops.grouped_experts`, with scales as `Int8Ops.grouped_experts`.");
   using Calls = py::call_guard<py::gil_scoped_release>;
   py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool", "Memory of programs that run one at a time.")
       .def(py::init<>())

@@ -36,7 +36,7 @@ BINDINGS = ["bindings", "bind_elementwise", "bind_attention", "attention_plan", 
 AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2".split()
 AVX512 = [*AVX2, *"-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mprefer-vector-width=512".split()]
 LEVELS = {"amx": [*AVX512, "-mamx-tile", "-mamx-bf16"], "avx512": AVX512, "avx2": AVX2, "portable": []}
-FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -Wall -Wno-psabi -Wno-maybe-uninitialized".split()
+FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized".split()
 
 
 def main() -> None:

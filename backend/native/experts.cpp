@@ -39,16 +39,18 @@ std::int64_t experts_up_items(const Experts& job) { return job.num_active * bloc
 
 void experts_up(const Experts& job, std::int64_t begin, std::int64_t end) {
   alignas(64) float gate[BLOCK_M * BLOCK_N], up[BLOCK_M * BLOCK_N];
+  WideRows wide_gate, wide_up;
   ProductSession session;
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t expert = job.active[item / blocks_of(job.width)], first = item % blocks_of(job.width) * BLOCK_N;
     std::int64_t n = least(BLOCK_N, job.width - first);
-    const bf16* w = job.gate_up + (2 * expert * job.width + first) * job.hidden;
+    Weight gate_rows = job.gate_up.from(2 * expert * job.width + first), up_rows = gate_rows.from(job.width);
     Packed x = packed_rows_of(job, expert, job.packed, job.hidden);
+    gate_rows = wide_gate.of(gate_rows, n, x), up_rows = wide_up.of(up_rows, n, x);
     session.prepare(x);
     for (std::int64_t block = 0; block < x.blocks(); ++block) {
-      product(w, job.hidden, n, x, block, gate);
-      product(w + job.width * job.hidden, job.hidden, n, x, block, up);
+      product(gate_rows, n, x, block, gate);
+      product(up_rows, n, x, block, up);
       for (std::int64_t m = 0; m < least(BLOCK_M, x.m - block * BLOCK_M); ++m)
         for (std::int64_t i = 0; i < n; i += LANES)
           store_part(job.inner + (job.starts[expert] + block * BLOCK_M + m) * job.width + first + i,
@@ -61,15 +63,17 @@ std::int64_t experts_down_items(const Experts& job) { return job.num_active * bl
 
 void experts_down(const Experts& job, std::int64_t begin, std::int64_t end) {
   alignas(64) float out[BLOCK_M * BLOCK_N];
+  WideRows wide_rows;
   ProductSession session;
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t expert = job.active[item / blocks_of(job.hidden)], first = item % blocks_of(job.hidden) * BLOCK_N;
     std::int64_t n = least(BLOCK_N, job.hidden - first);
-    const bf16* w = job.down + (expert * job.hidden + first) * job.width;
+    Weight rows = job.down.from(expert * job.hidden + first);
     Packed x = packed_rows_of(job, expert, job.packed_inner, job.width);
+    rows = wide_rows.of(rows, n, x);
     session.prepare(x);
     for (std::int64_t block = 0; block < x.blocks(); ++block) {
-      product(w, job.width, n, x, block, out);
+      product(rows, n, x, block, out);
       for (std::int64_t m = 0; m < least(BLOCK_M, x.m - block * BLOCK_M); ++m)
         __builtin_memcpy(job.results + (job.starts[expert] + block * BLOCK_M + m) * job.hidden + first,
                          out + m * BLOCK_N, n * sizeof(float));

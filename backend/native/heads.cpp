@@ -12,8 +12,9 @@ void block_of_head(const HeadLinear& job, std::int64_t head, std::int64_t first)
   Packed x{job.packed + head * packed_size(job.tokens, job.k), job.tokens, job.k};
   alignas(64) float out[BLOCK_M * BLOCK_N];
   std::int64_t n = least(BLOCK_N, job.n - first);
+  Weight rows{job.w + head * job.w_head_stride + first * job.n_stride, job.n_stride, nullptr, false};
   for (std::int64_t block = 0; block < x.blocks(); ++block) {
-    product(job.w + head * job.w_head_stride + first * job.n_stride, job.n_stride, n, x, block, out);
+    product(rows, n, x, block, out);
     for (std::int64_t m = 0; m < least(BLOCK_M, job.tokens - block * BLOCK_M); ++m) {
       bf16* y = job.y + ((block * BLOCK_M + m) * job.heads + head) * job.n + first;
       for (std::int64_t i = 0; i < n; i += LANES)

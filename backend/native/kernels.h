@@ -11,12 +11,24 @@ namespace mtp {
 
 using bf16 = std::uint16_t;
 
-// y[M, N] = x[M, K] · w[N, K]ᵀ + bias[N]. Rows of x and w may lie apart (strides in elements).
+// Rows of a weight, which may lie apart (stride in elements): of bf16 or int8, with a scale for each row or without.
+struct Weight {
+  const void* rows;
+  std::int64_t stride;
+  const float* scale;  // or null
+  bool int8;
+
+  std::int64_t element_size() const { return int8 ? 1 : sizeof(bf16); }
+  Weight from(std::int64_t row) const {
+    return {static_cast<const char*>(rows) + row * stride * element_size(), stride, scale ? scale + row : nullptr, int8};
+  }
+};
+
+// y[M, N] = x[M, K] · w[N, K]ᵀ + bias[N]. Rows of x may lie apart (stride in elements).
 struct Linear {
   const bf16* x;
   std::int64_t x_stride;
-  const bf16* w;
-  std::int64_t w_stride;
+  Weight w;
   const bf16* bias;  // or null
   void* y;           // float if `wide`, else bf16; rows follow each other
   bool wide;
@@ -122,8 +134,8 @@ struct Routing {
 struct Experts {
   const bf16* x;
   std::int64_t x_stride;
-  const bf16 *gate_up, *down;  // [experts, 2 · width, hidden], [experts, hidden, width]
-  const float* weights;        // [tokens, top_k]
+  Weight gate_up, down;  // [experts · 2 · width, hidden], [experts · hidden, width]
+  const float* weights;  // [tokens, top_k]
   std::int64_t tokens, top_k, hidden, width, num_active;
   const std::int64_t *active, *starts, *rows, *order, *place;
   bf16 *packed, *inner, *packed_inner;  // rows of hidden, [pairs, width], rows of width

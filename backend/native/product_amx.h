@@ -88,12 +88,21 @@ class ProductSession {
   std::int64_t columns_ = 0;
 };
 
-// Rows of w that do not fill tiles, or elements of K that do not, filled up with zeros.
+// A copy of rows of w in bf16, where they are int8, or do not fill tiles: those of both tiles, and elements of K, are
+// filled up with zeros.
 struct WeightTile {
   alignas(64) bf16 rows[2 * 16 * STEP];
-  void fill(const bf16* w, std::int64_t w_stride, std::int64_t n, std::int64_t count) {
-    __builtin_memset(rows, 0, sizeof rows);
-    for (std::int64_t i = 0; i < n; ++i) __builtin_memcpy(rows + i * STEP, w + i * w_stride, count * sizeof(bf16));
+  // `fetch`: the next n rows too. The machine does not see that they come next if rows are shorter than a page.
+  template <typename T>
+  void fill(const T* w, std::int64_t w_stride, std::int64_t n, std::int64_t count, bool fetch) {
+    if (n < 32) __builtin_memset(rows + n * STEP, 0, (32 - n) * STEP * sizeof(bf16));
+    if (count == STEP)
+      for (std::int64_t i = 0; i < n; ++i) {
+        store_pack(rows + i * STEP, load_pack(w + i * w_stride));
+        if (fetch) __builtin_prefetch(w + (n + i) * w_stride, 0, 2);
+      }
+    else
+      for (std::int64_t i = 0; i < n; ++i) store_pack(rows + i * STEP, load_pack(w + i * w_stride, count));
   }
 };
 
@@ -112,22 +121,28 @@ inline void product_step(const bf16* w, std::int64_t w_stride, const bf16* x, st
 }
 
 // `columns` rows of x in the first group; the second, `group` elements behind it, has 16.
-template <bool TWO_N, bool TWO_M>
-inline void product_tiles(const bf16* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t group,
-                          std::int64_t columns, std::int64_t k, float* out) {
+template <bool TWO_N, bool TWO_M, typename T>
+inline void product_tiles(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t group,
+                          std::int64_t columns, std::int64_t k, bool first, float* out) {
   constexpr int N = TWO_N ? 32 : 16;
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
   tile_zero<3>();
-  std::int64_t whole = n == N ? k / STEP * STEP : 0;
+  std::int64_t at = 0;
   // No software prefetch: the machine's own is as fast here, and both together are slower.
-  for (std::int64_t at = 0; at < whole; at += STEP)
-    product_step<TWO_N, TWO_M>(w + at, w_stride, x + at * columns, group, columns);
-  WeightTile edge;
-  for (std::int64_t at = whole; at < k; at += STEP) {
-    edge.fill(w + at, w_stride, n, least(STEP, k - at));
-    product_step<TWO_N, TWO_M>(edge.rows, STEP, x + at * columns, group, columns);
+  if constexpr (sizeof(T) == sizeof(bf16))
+    for (; n == N && at + STEP <= k; at += STEP)
+      product_step<TWO_N, TWO_M>(w + at, w_stride, x + at * columns, group, columns);
+  // What was just stored takes a while until tiles can be loaded from it: filled one step ahead.
+  WeightTile copies[2];
+  bool fetch = first && sizeof(T) == 1;  // for each line of 64 bytes
+  if (at < k) copies[0].fill(w + at, w_stride, n, least(STEP, k - at), fetch);
+  for (int turn = 0; at < k; at += STEP, turn ^= 1) {
+    std::int64_t next = at + STEP;
+    if (next < k)
+      copies[turn ^ 1].fill(w + next, w_stride, n, least(STEP, k - next), fetch && next % 64 == 0);
+    product_step<TWO_N, TWO_M>(copies[turn].rows, STEP, x + at * columns, group, columns);
   }
   alignas(64) float tiles[4][16][16];
   if (columns == 1) {
@@ -149,16 +164,16 @@ inline void product_tiles(const bf16* w, std::int64_t w_stride, std::int64_t n, 
   }
 }
 
-// out[m][n] for `n` ≤ BLOCK_N rows of w and the packed rows of one block; out is [BLOCK_M][BLOCK_N].
-inline void product(const bf16* w, std::int64_t w_stride, std::int64_t n, const Packed& x, std::int64_t block,
-                    float* out) {
-  std::int64_t width = mtp::packed_width(x.k), rows = x.rows_in(block), columns = least(GROUP, rows);
-  const bf16* packed = x.data + block * BLOCK_M * width;
-  std::int64_t group = GROUP * width;
-  if (n > 16 && rows > 16) product_tiles<true, true>(w, w_stride, n, packed, group, columns, x.k, out);
-  else if (n > 16) product_tiles<true, false>(w, w_stride, n, packed, group, columns, x.k, out);
-  else if (rows > 16) product_tiles<false, true>(w, w_stride, n, packed, group, columns, x.k, out);
-  else product_tiles<false, false>(w, w_stride, n, packed, group, columns, x.k, out);
+// out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows. `first`: of the products with
+// these rows of w, the one that fetches the next ones.
+template <typename T>
+inline void unscaled(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* packed, std::int64_t rows,
+                     std::int64_t k, bool first, float* out) {
+  std::int64_t columns = least(GROUP, rows), group = GROUP * mtp::packed_width(k);
+  if (n > 16 && rows > 16) product_tiles<true, true>(w, w_stride, n, packed, group, columns, k, first, out);
+  else if (n > 16) product_tiles<true, false>(w, w_stride, n, packed, group, columns, k, first, out);
+  else if (rows > 16) product_tiles<false, true>(w, w_stride, n, packed, group, columns, k, first, out);
+  else product_tiles<false, false>(w, w_stride, n, packed, group, columns, k, first, out);
 }
 
 }  // namespace

@@ -16,9 +16,8 @@ inline void pack_group(bf16* packed, std::int64_t m, std::int64_t k, std::int64_
   }
 }
 
-// `first`: of the products with these rows of w, the one that fetches the next rows.
-template <int N, int M>
-inline void product_tile(bool first, const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
+template <int N, int M, typename T>
+inline void product_tile(bool first, const T* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
                          float* out) {
   Vec acc[M][N] = {};
   std::int64_t at = 0;
@@ -42,23 +41,23 @@ inline void product_tile(bool first, const bf16* w, std::int64_t w_stride, const
     for (int n = 0; n < N; ++n) out[m * BLOCK_N + n] = sum(acc[m][n]);
 }
 
-template <int N>
-inline void product_columns(const bf16* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
-                            std::int64_t rows, float* out) {
+template <int N, typename T>
+inline void product_columns(const T* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
+                            std::int64_t rows, bool first, float* out) {
   std::int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) product_tile<N, 4>(m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
-  for (; m + 2 <= rows; m += 2) product_tile<N, 2>(m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
-  for (; m < rows; ++m) product_tile<N, 1>(m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
+  for (; m + 4 <= rows; m += 4) product_tile<N, 4>(first && m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
+  for (; m + 2 <= rows; m += 2) product_tile<N, 2>(first && m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
+  for (; m < rows; ++m) product_tile<N, 1>(first && m == 0, w, w_stride, x + m * x_stride, x_stride, k, out + m * BLOCK_N);
 }
 
-// out[m][n] for `n` ≤ BLOCK_N rows of w and the packed rows of one block; out is [BLOCK_M][BLOCK_N].
-inline void product(const bf16* w, std::int64_t w_stride, std::int64_t n, const Packed& x, std::int64_t block,
-                    float* out) {
-  std::int64_t width = mtp::packed_width(x.k), rows = x.rows_in(block);
-  const bf16* packed = x.data + block * BLOCK_M * width;
-  std::int64_t i = 0;
-  for (; i + 4 <= n; i += 4) product_columns<4>(w + i * w_stride, w_stride, packed, width, x.k, rows, out + i);
-  for (; i < n; ++i) product_columns<1>(w + i * w_stride, w_stride, packed, width, x.k, rows, out + i);
+// out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows. `first`: of the products with
+// these rows of w, the one that fetches the next ones.
+template <typename T>
+inline void unscaled(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* packed, std::int64_t rows,
+                     std::int64_t k, bool first, float* out) {
+  std::int64_t width = mtp::packed_width(k), i = 0;
+  for (; i + 4 <= n; i += 4) product_columns<4>(w + i * w_stride, w_stride, packed, width, k, rows, first, out + i);
+  for (; i < n; ++i) product_columns<1>(w + i * w_stride, w_stride, packed, width, k, rows, first, out + i);
 }
 
 struct ProductSession {

@@ -136,6 +136,11 @@ inline Pack load_pack(const bf16* from) { return (Pack)_mm512_loadu_si512(from);
 inline Pack load_pack(const bf16* from, std::int64_t count) {
   return (Pack)_mm512_maskz_loadu_epi16(__mmask32((1ull << count) - 1), from);
 }
+inline Pack load_pack(const std::int8_t* from) {
+  __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+  __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from + 1)));
+  return _mm512_cvtne2ps_pbh(second, first);
+}
 inline Vec dot(Vec acc, Pack a, Pack b) { return (Vec)_mm512_dpbf16_ps((__m512)acc, a, b); }
 #else
 typedef Bits Pack;
@@ -149,11 +154,27 @@ inline Pack load_pack(const bf16* from, std::int64_t count) {
   __builtin_memcpy(&pack, from, count * sizeof(bf16));
   return pack;
 }
+inline Pack load_pack(const std::int8_t* from) {
+  Halves pairs;
+  __builtin_memcpy(&pairs, from, sizeof pairs);
+  Bits wide = __builtin_convertvector(pairs, Bits);
+  Vec first = __builtin_convertvector((Ints)(wide << 24) >> 24, Vec);
+  Vec second = __builtin_convertvector((Ints)(wide << 16) >> 24, Vec);
+  return (Bits)first >> 16 | (Bits)second;  // few digits: the lower halves are 0
+}
 inline Vec dot(Vec acc, Pack a, Pack b) {  // the compiler contracts to fused multiply-add where there is one
   acc = acc + (Vec)(a << 16) * (Vec)(b << 16);
   return acc + (Vec)(a & 0xffff0000u) * (Vec)(b & 0xffff0000u);
 }
 #endif
+
+inline Pack load_pack(const std::int8_t* from, std::int64_t count) {
+  std::int8_t values[PACK] = {};
+  __builtin_memcpy(values, from, count);
+  return load_pack(values);
+}
+
+inline void store_pack(bf16* to, Pack pack) { __builtin_memcpy(to, &pack, sizeof pack); }
 
 inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 

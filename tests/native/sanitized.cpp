@@ -15,16 +15,21 @@ std::vector<T> filled(std::int64_t size, T value) {
 }
 
 constexpr bf16 ONE = 0x3f80;
+constexpr std::int8_t TWO = 2;  // of int8 weights, with scales of a half
 
 int products(std::int64_t m, std::int64_t n, std::int64_t k) {
   auto x = filled(m * k, ONE), w = filled(n * k, ONE), bias = filled(n, ONE);
   auto packed = filled(mtp::packed_size(m, k), ONE);
   auto y = filled(m * n, 0.0f);
-  mtp::Linear linear{x.data(), k, w.data(), k, bias.data(), y.data(), true, m, n, k, packed.data()};
-  kernels::linear_pack(linear, 0, kernels::pack_items(m));
-  kernels::linear(linear, 0, kernels::linear_items(linear));
+  auto twos = filled(n * k, TWO);
+  auto halves = filled(n, 0.5f);
   int wrong = 0;
-  for (float value : y) wrong += value != float(k + 1);
+  for (mtp::Weight weight : {mtp::Weight{w.data(), k, nullptr, false}, {twos.data(), k, halves.data(), true}}) {
+    mtp::Linear linear{x.data(), k, weight, bias.data(), y.data(), true, m, n, k, packed.data()};
+    kernels::linear_pack(linear, 0, kernels::pack_items(m));
+    kernels::linear(linear, 0, kernels::linear_items(linear));
+    for (float value : y) wrong += value != float(k + 1);
+  }
   auto wide = filled(n * k, 1.0f);
   mtp::WideLinear router{x.data(), k, wide.data(), y.data(), m, n, k};
   kernels::wide_linear(router, 0, kernels::wide_linear_items(router));
@@ -57,7 +62,7 @@ void rows(std::int64_t tokens, std::int64_t heads, std::int64_t width) {
   kernels::swiglu_rows({x.data(), heads * width, tokens, width / 2, gated.data()}, 0, tokens);
 }
 
-void experts(std::int64_t tokens, std::int64_t hidden, std::int64_t width) {
+int experts(std::int64_t tokens, std::int64_t hidden, std::int64_t width) {
   constexpr std::int64_t NUM = 8, TOP = 3;
   auto logits = filled(tokens * NUM, 0.0f), bias = filled(NUM, 0.0f), scratch = filled(3 * tokens * NUM, 0.0f);
   auto ids = filled(tokens * TOP, std::int64_t(0));
@@ -75,17 +80,43 @@ void experts(std::int64_t tokens, std::int64_t hidden, std::int64_t width) {
   }
   auto x = filled(tokens * hidden, ONE), y = x, inner = filled(TOP * tokens * width, ONE);
   auto gate_up = filled(NUM * 2 * width * hidden, ONE), down = filled(NUM * width * hidden, ONE);
+  auto gate_up_twos = filled(NUM * 2 * width * hidden, TWO), down_twos = filled(NUM * width * hidden, TWO);
+  auto gate_up_halves = filled(NUM * 2 * width, 0.5f), down_halves = filled(NUM * hidden, 0.5f);
   auto packed = filled(num_rows * mtp::packed_width(hidden), ONE);
   auto packed_inner = filled(num_rows * mtp::packed_width(width), ONE);
   auto results = filled(TOP * tokens * hidden, 0.0f);
-  mtp::Experts job{x.data(), hidden, gate_up.data(), down.data(), weights.data(), tokens, TOP, hidden, width, TOP,
-                   active.data(), starts.data(), first.data(), order.data(), place.data(), packed.data(), inner.data(),
-                   packed_inner.data(), results.data(), y.data()};
-  kernels::experts_pack(job, 0, TOP);
-  kernels::experts_up(job, 0, kernels::experts_up_items(job));
-  kernels::experts_pack_inner(job, 0, TOP);
-  kernels::experts_down(job, 0, kernels::experts_down_items(job));
-  kernels::experts_sum(job, 0, tokens);
+  mtp::Experts job{x.data(), hidden, {gate_up.data(), hidden, nullptr, false},
+                   {down.data(), width, nullptr, false}, weights.data(),
+                   tokens, TOP, hidden, width, TOP, active.data(), starts.data(), first.data(), order.data(), place.data(),
+                   packed.data(), inner.data(), packed_inner.data(), results.data(), y.data()};
+  auto run = [&] {
+    kernels::experts_pack(job, 0, TOP);
+    kernels::experts_up(job, 0, kernels::experts_up_items(job));
+    kernels::experts_pack_inner(job, 0, TOP);
+    kernels::experts_down(job, 0, kernels::experts_down_items(job));
+    kernels::experts_sum(job, 0, tokens);
+  };
+  run();
+  auto expected = y;
+  job.gate_up = {gate_up_twos.data(), hidden, gate_up_halves.data(), true};
+  job.down = {down_twos.data(), width, down_halves.data(), true};
+  run();
+  return y != expected;
+}
+
+template <typename T>
+int most_likely(std::int64_t rows, std::int64_t vocab, std::int64_t parts, T one) {
+  auto logits = filled(rows * vocab, T(0));
+  for (std::int64_t row = 0; row < rows; ++row) logits[row * vocab + (7 * row + vocab - 1) % vocab] = one;
+  auto values = filled(rows * parts, 0.0f);
+  auto tokens = filled(rows * parts, std::int64_t(0)), result = filled(rows, std::int64_t(0));
+  mtp::MostLikely job{logits.data(), sizeof(T) == sizeof(float), rows, vocab, parts, values.data(), tokens.data(),
+                      result.data()};
+  kernels::most_likely(job, 0, rows * parts);
+  kernels::most_likely_of_parts(job, 0, rows);
+  int wrong = 0;
+  for (std::int64_t row = 0; row < rows; ++row) wrong += result[row] != (7 * row + vocab - 1) % vocab;
+  return wrong;
 }
 
 }  // namespace
@@ -96,6 +127,9 @@ int main() {
     for (std::int64_t n : {1, 16, 31, 33})
       for (std::int64_t k : {1, 31, 64, 129}) wrong += products(m, n, k);
   for (std::int64_t width : {4, 30, 64, 70}) rows(5, 3, width);
-  for (std::int64_t tokens : {1, 19}) experts(tokens, 37, 21);
+  for (std::int64_t tokens : {1, 19, 40}) wrong += experts(tokens, 37, 21);
+  for (std::int64_t vocab : {5, 64, 301})
+    for (std::int64_t parts : {1, 3})
+      wrong += most_likely(4, vocab, parts, ONE) + most_likely(4, vocab, parts, 1.0f);
   return wrong != 0;
 }

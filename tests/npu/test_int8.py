@@ -23,6 +23,9 @@ TEXT = "And it came to pass in those days, that the king of Babylon sent unto th
 class PlainInt8:
     """W8A8 as its formula says, one expert after the other."""
 
+    quantizes = False
+    down_scale_type = BF16
+
     def lay_out(self, weight):
         return weight
 

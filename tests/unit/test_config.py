@@ -30,6 +30,7 @@ WRONG = {
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
     "weight_prefetch_bytes": (-1, 1, None, 0.5, True),  # 1 on a CPU
+    "int8_weights": ("int8", "", "All", None, True, ["all"]),
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {
@@ -199,6 +200,13 @@ def test_capture_sizes():
 def test_graphs_make_a_fixed_number_of_drafts(speculative):
     with pytest.raises(InvalidArgument, match="allowed: nothing with graph_mode npugraph: its graphs make all drafts"):
         EngineConfig("somewhere", speculative, device="npu", graph_mode="npugraph")
+
+
+def test_int8_weights():
+    config = EngineConfig("somewhere", int8_weights="draft")
+    assert EngineConfig.from_dict(json.loads(config.to_json())) == config
+    with pytest.raises(InvalidArgument, match="int8_weights: got 'all'; allowed: none with device npu"):
+        EngineConfig("somewhere", device="npu", int8_weights="all")
 
 
 def test_multistream_shared_expert():

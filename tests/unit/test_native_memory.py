@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = [f"{name}.cpp" for name in ("linear", "heads", "heads_across", "experts", "elementwise", "routing")]
+KERNELS = [
+    f"{name}.cpp" for name in ("linear", "heads", "heads_across", "experts", "elementwise", "routing", "most_likely")
+]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from mtp_backend.checkpoint.int8 import DESCRIPTIONS
 from mtp_backend.checkpoint.loader import same_tensor
 from mtp_backend.checkpoint.mtp_layout import EXPORTED, RAW, ROTATION, SHARED, MtpLayout, find_draft
 from mtp_backend.checkpoint.reader import INDEX, Checkpoint
-from mtp_backend.checkpoint.scales import FLOAT_KINDS
+from mtp_backend.checkpoint.scales import FLOAT_KINDS, fill
 from mtp_backend.checkpoint.tensor_writer import KINDS, TensorHeader, write_tensors
 from mtp_backend.errors import CheckpointError, InvalidArgument, MtpError
 
@@ -113,7 +113,7 @@ def _write(layout: MtpLayout, model_type: str, directory: Path) -> Export:
             name = written[new]
             if new in dequantized:
                 tensor = torch.empty(checkpoint.stored(name)[1], dtype=checkpoint.dtype)
-                checkpoint.numbers.dequantize(checkpoint, name, tensor)
+                fill(tensor, checkpoint.numbers.dequantized(checkpoint, name))
             else:
                 tensor = checkpoint.tensor(name)
             progress.update(tensor.nbytes)

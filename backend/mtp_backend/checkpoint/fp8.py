@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtp_backend.checkpoint.scales import check_beside, read_scale, row_stripes
+from mtp_backend.checkpoint.scales import Stripes, check_beside, read_scale, row_stripes
 from mtp_backend.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class Fp8:
             shapes += [[rows]] if self.block[0] else [[1], []]
         check_beside(checkpoint, name + self.scale, shapes)
 
-    def dequantize(self, checkpoint: Checkpoint, name: str, destination: Tensor) -> None:
+    def dequantized(self, checkpoint: Checkpoint, name: str) -> Stripes:
         weight = checkpoint.tensor(name)
         rows, columns = (part or size for size, part in zip(weight.shape, self.block, strict=True))
         scale = read_scale(checkpoint, name + self.scale).reshape(-(-weight.shape[0] // rows), -1)
-        dequantize_into(destination, weight, scale, (rows, columns))
+        return dequantized(weight, scale, (rows, columns))
 
 
 def from_deepseek(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Fp8:
@@ -101,11 +101,10 @@ def _strategy(weights: Any) -> str:
     return str(weights.get("strategy"))
 
 
-def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
-    """destination = weight · scale of its block, in float32, rounded to the destination's dtype.
+def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Stripes:
+    """weight · scale of its block, in float32.
 
     Args:
-        destination: [rows, columns] of any floating dtype.
         weight: float8_e4m3fn [rows, columns]; the last blocks may be partial.
         scale: float32 [⌈rows / block rows⌉, ⌈columns / block columns⌉].
         block: rows and columns of a block.
@@ -117,4 +116,4 @@ def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, block: t
         part = VALUES.index_select(0, codes.flatten()).view(codes.shape)
         for index, first in enumerate(range(0, weight.shape[1], columns)):
             part[:, first : first + columns].mul_(by_row[stripe, index, None])
-        destination[stripe].copy_(part)
+        yield stripe, part

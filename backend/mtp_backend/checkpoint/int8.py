@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtp_backend.checkpoint.scales import check_beside, read_scale, row_stripes
+from mtp_backend.checkpoint.scales import Stripes, check_beside, read_scale, row_stripes
 from mtp_backend.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DESCRIPTIONS = ("quant_model_description.json", "quant_model_description_w8a8_dynamic.json")
 SCALE, OFFSET = "_scale", "_offset"
 KIND = "W8A8_DYNAMIC"
+LARGEST = 127
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,25 @@ class AscendInt8:
         for ending in self.auxiliary:
             check_beside(checkpoint, name + ending, [[rows, 1], [rows]])
 
-    def dequantize(self, checkpoint: Checkpoint, name: str, destination: Tensor) -> None:
+    def dequantized(self, checkpoint: Checkpoint, name: str) -> Stripes:
         scale = read_scale(checkpoint, name + SCALE).reshape(-1, 1)
         offset = checkpoint.tensor(name + OFFSET).float().reshape(-1, 1)
         if not torch.isfinite(offset).all():
             file = checkpoint.path_of(name + OFFSET)
             raise CheckpointError(f"{file}: tensor {name + OFFSET!r} has a value that is not finite")
-        dequantize_into(destination, checkpoint.tensor(name), scale, offset)
+        return dequantized(checkpoint.tensor(name), scale, offset)
 
-    def keep(self, checkpoint: Checkpoint, name: str, destination: Tensor) -> None:
-        """Fills an int8 `destination` with a weight as it is; its scale is a tensor of its own.
+    def keep(self, checkpoint: Checkpoint, name: str, destination: Tensor, scale: Tensor) -> None:
+        """Fills an int8 `destination` [rows, columns] and its `scale` [rows] with a weight as it is.
 
         Raises:
             CheckpointError: bad scales, or an offset other than 0: no product of int8 weights takes one.
         """
-        read_scale(checkpoint, name + SCALE)
+        scale.copy_(read_scale(checkpoint, name + SCALE).view(scale.shape))
         if checkpoint.tensor(name + OFFSET).any():
             raise CheckpointError(
                 f"{checkpoint.path_of(name + OFFSET)}: tensor {name + OFFSET!r} has values other than 0 (asymmetric "
-                "quantisation); allowed on an NPU, which multiplies int8 weights as they are: 0"
+                "quantisation); allowed where int8 weights are multiplied as they are: 0"
             )
         destination.copy_(checkpoint.tensor(name))
 
@@ -89,15 +90,35 @@ def from_description(checkpoint: Checkpoint, file: str) -> AscendInt8:
     return AscendInt8(file, kinds)
 
 
-def dequantize_into(destination: Tensor, weight: Tensor, scale: Tensor, offset: Tensor) -> None:
-    """destination = (weight − offset) · scale, in float32, rounded to the destination's dtype.
+def dequantized(weight: Tensor, scale: Tensor, offset: Tensor) -> Stripes:
+    """(weight − offset) · scale, in float32.
 
     This is the format's own formula (msModelSlim, "AscendV1"). Symmetric quantisation writes offsets of 0.
 
     Args:
-        destination: [rows, columns] of any floating dtype.
         weight: int8 [rows, columns].
         scale, offset: float32 [rows, 1].
     """
     for stripe in row_stripes(weight):
-        destination[stripe].copy_(weight[stripe].float().sub_(offset[stripe]).mul_(scale[stripe]))
+        yield stripe, weight[stripe].float().sub_(offset[stripe]).mul_(scale[stripe])
+
+
+def quantize(name: str, stripes: Stripes, destination: Tensor, scale: Tensor) -> None:
+    """Rounds a matrix to int8, symmetrically: the largest magnitude of a row becomes 127.
+
+    Args:
+        name: of the matrix, for errors.
+        stripes: its values.
+        destination: int8 [rows, columns].
+        scale: float32 [rows]; a row of zeros has 1.
+
+    Raises:
+        CheckpointError: a value that is not finite.
+    """
+    for stripe, values in stripes:
+        values = values.float()
+        largest = torch.maximum(values.amax(1), -values.amin(1))
+        if not torch.isfinite(largest).all():
+            raise CheckpointError(f"tensor {name!r} has a value that is not finite; allowed with int8_weights: none")
+        scale[stripe] = torch.where(largest > 0, largest / LARGEST, 1.0)
+        destination[stripe].copy_((values / scale[stripe, None]).round_())

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mtp_backend.checkpoint.int8 import SCALE, AscendInt8, quantize
 from mtp_backend.checkpoint.reader import Checkpoint
-from mtp_backend.checkpoint.scales import FLOAT_KINDS
+from mtp_backend.checkpoint.scales import FLOAT_KINDS, Stripes, fill, row_stripes
 from mtp_backend.errors import CheckpointError
 from mtp_backend.ops.memory import zeros
 
@@ -67,35 +68,47 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, rename: Callable[[st
     """Fills every parameter of `module`, converting to the parameter's dtype and device.
 
     Tensors are copied one by one from the mapped files, so that the memory beyond the module's is a stripe of one
-    weight. Values of weights are not looked at; those of scales are. A terminal sees a progress bar.
+    weight. Values of weights are not looked at, unless they are quantised; those of scales are. A terminal sees a
+    progress bar.
 
     Args:
         module: passed `check_tensors` and `allocate`.
         checkpoint, rename: as there.
 
     Raises:
-        CheckpointError: a scale that cannot be one, or a file that can no longer be read.
+        CheckpointError: a scale that cannot be one, a weight that cannot be quantised, or a file that can no longer be
+            read.
     """
     numbers = checkpoint.numbers
     started = time.monotonic()
-    views = list(checkpoint_views(module))
-    total = sum(view.nbytes for _, view in views)
+    views = dict(checkpoint_views(module))
+    scales = {name + SCALE for name, view in views.items() if view.dtype == torch.int8}  # filled with their weights
+    total = sum(view.nbytes for name, view in views.items() if name not in scales)
     what = type(module).__name__
     with (
         torch.no_grad(),
         tqdm(total=total, desc=f"loading {what}", unit="B", unit_scale=True, disable=None, leave=False) as progress,
     ):
-        for own_name, destination in views:
+        for own_name, destination in views.items():
+            if own_name in scales:
+                continue
             name = rename(own_name)
-            if destination.dtype == torch.int8:
-                numbers.keep(checkpoint, name, destination)
-            elif checkpoint.stored(name)[0] == numbers.kind:
-                numbers.dequantize(checkpoint, name, destination)
+            if destination.dtype != torch.int8:
+                fill(destination, _values(checkpoint, name))
+            elif checkpoint.stored(name)[0] == AscendInt8.kind:
+                numbers.keep(checkpoint, name, destination, views[own_name + SCALE])
             else:
-                # Scales of kept weights are found with a second dimension of 1 too.
-                destination.copy_(checkpoint.tensor(name).view(destination.shape))
+                quantize(name, _values(checkpoint, name), destination, views[own_name + SCALE])
             progress.update(destination.nbytes)
     log.info("%s: %.2f GiB loaded in %.1f s", what, total / (1 << 30), time.monotonic() - started)
+
+
+def _values(checkpoint: Checkpoint, name: str) -> Stripes:
+    """What a tensor means, in the number format of the file or in float32."""
+    if checkpoint.stored(name)[0] == checkpoint.numbers.kind:
+        return checkpoint.numbers.dequantized(checkpoint, name)
+    tensor = checkpoint.tensor(name)
+    return ((stripe, tensor[stripe]) for stripe in row_stripes(tensor))
 
 
 def same_tensor(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bool:

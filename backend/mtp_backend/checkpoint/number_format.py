@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from mtp_backend.checkpoint import fp8, int8
+from mtp_backend.checkpoint.scales import Stripes
 from mtp_backend.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,8 +29,8 @@ class NumberFormat(Protocol):
     def check(self, checkpoint: Checkpoint, name: str) -> None:
         """Checks the headers of a quantised matrix and of its auxiliary tensors; raises CheckpointError."""
 
-    def dequantize(self, checkpoint: Checkpoint, name: str, destination: Tensor) -> None:
-        """Fills `destination` [rows, columns] from a quantised matrix; raises CheckpointError for bad scales."""
+    def dequantized(self, checkpoint: Checkpoint, name: str) -> Stripes:
+        """The values of a quantised matrix in float32; raises CheckpointError for bad scales."""
 
 
 class Unquantized:

@@ -13,6 +13,8 @@ from mtp_backend.errors import CheckpointError
 if TYPE_CHECKING:
     from mtp_backend.checkpoint.reader import Checkpoint
 
+# Slices of the rows of a matrix, each with the values of its rows.
+Stripes = Iterator[tuple[slice, Tensor]]
 # Number formats, as safetensors names them, that are copied as they are.
 FLOAT_KINDS = ("BF16", "F16", "F32")
 # Elements of a weight that are widened to float32 at a time (16 MiB): bounds the memory beyond the destination.
@@ -55,7 +57,13 @@ def read_scale(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def row_stripes(weight: Tensor) -> Iterator[slice]:
-    """Slices of the rows of a matrix with about STRIPE_ELEMENTS elements each."""
-    rows = max(1, STRIPE_ELEMENTS // max(1, weight.shape[1]))
+    """Slices of the rows of a matrix, or of a vector, with about STRIPE_ELEMENTS elements each."""
+    rows = max(1, STRIPE_ELEMENTS // max(1, weight[:1].numel()))
     for first in range(0, weight.shape[0], rows):
         yield slice(first, first + rows)
+
+
+def fill(destination: Tensor, stripes: Stripes) -> None:
+    """Copies values into a tensor, rounded to its dtype."""
+    for stripe, values in stripes:
+        destination[stripe].copy_(values)

@@ -21,7 +21,7 @@ from mtp_backend.graphs.inductor import check_inductor
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
-from mtp_backend.ops import ops_for
+from mtp_backend.ops import ops_for, with_int8_weights
 from mtp_backend.ops.npu_model_rules import check_model, check_ways
 from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS
 
@@ -79,6 +79,7 @@ def load(config: EngineConfig) -> Loaded:
         check_ways(model, dtype, config.graph_mode, config.attention_strategy)
     if config.graph_mode == "inductor":
         check_inductor(model, dtype)
+    ops, draft_ops = with_int8_weights(ops, config.int8_weights, dtype)
     num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
     shapes = model.cache_shapes(num_draft_layers)
     num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))
@@ -92,6 +93,7 @@ def load(config: EngineConfig) -> Loaded:
         # Dummy requests stand at the first positions, wherever in a block.
         max_positions=max(longest, MOST_LATENT_ROWS, config.block_size),
         ops=ops,
+        draft_ops=draft_ops,
         mtp_source=source,
     )
     buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)

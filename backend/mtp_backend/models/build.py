@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from mtp_backend.checkpoint import Checkpoint, allocate, check_tensors, checkpoint_views, load_weights
-from mtp_backend.checkpoint.kept_int8 import keep_int8, lay_out_int8
+from mtp_backend.checkpoint.kept_int8 import lay_out_int8, make_int8
 from mtp_backend.checkpoint.loader import same_tensor
 from mtp_backend.checkpoint.mtp_layout import MTP_TYPE, RAW, ROTATION, SHARED, MtpLayout, find_mtp
 from mtp_backend.errors import CheckpointError
@@ -87,19 +88,22 @@ def build_networks(
     device: torch.device,
     max_positions: int,
     ops: Ops,
+    draft_ops: Ops | None = None,
     mtp_source: MtpLayout | None = None,
 ) -> Networks:
     """Builds and fills the networks. Configuration errors are raised before memory is taken.
 
     Args:
         num_mtp: how many MTP modules to build, the first ones.
+        draft_ops: operations of the MTP modules where they are others than the target's, `ops`; a head that both share
+            is then loaded a second time, for them.
         mtp_source: where they are; None for the checkpoint itself.
 
     Raises:
         CheckpointError: unknown model_type, bad configuration, too few MTP modules, missing, misshapen or
             unaccounted tensor.
     """
-    config = target_config(checkpoint)
+    config, draft_ops = target_config(checkpoint), draft_ops or ops
     family, own_mtp = family_of(checkpoint), find_mtp(checkpoint)
     source = mtp_source or own_mtp
     if num_mtp > source.num_modules:
@@ -114,10 +118,19 @@ def build_networks(
         target = CausalLM(config, layers, ops)
     check_tensors(target, checkpoint)
     _check_all_read(checkpoint, config, target, own_mtp)
-    mtp = [_plan_mtp(family, config, index, source, checkpoint, dtype, ops) for index in range(num_mtp)]
+    mtp = [_plan_mtp(family, config, index, source, checkpoint, dtype, draft_ops) for index in range(num_mtp)]
     _fill(target, checkpoint, device, ops)
+    head = target.lm_head
+    if draft_ops is not ops and any(module.shared_head.head is None for module in mtp):
+        with torch.device("meta"), _default_dtype(dtype):
+            head = Linear(config.hidden_size, config.vocab_size, draft_ops)
+        _fill(head, checkpoint, device, draft_ops, lambda own: f"lm_head.{own}")
     for index, module in enumerate(mtp):
-        _fill_mtp(module, index, source, target, device, ops)
+        _fill(module, source.checkpoint, device, draft_ops, partial(source.name, index))
+        if module.embed_tokens is None:
+            module.embed_tokens = target.model.embed_tokens
+        if module.shared_head.head is None:
+            module.shared_head.head = head
     # Nothing is differentiated, so that nobody who runs the networks needs torch.inference_mode().
     for network in (target, *mtp):
         network.requires_grad_(False)
@@ -154,7 +167,7 @@ def _plan_mtp(
     dtype: torch.dtype,
     ops: Ops,
 ) -> MtpModule:
-    """An MTP module without memory, whose tensors have been checked. Without embedding or head it has the target's."""
+    """An MTP module without memory, whose tensors have been checked. What it shares with the target is None."""
     draft = source.checkpoint
     # A checkpoint repeats the target's embedding and head for its MTP modules, or leaves them out: share them.
     copies = {source.name(index, own): shared for own, shared in SHARED.items()}
@@ -187,19 +200,11 @@ def _fill(
     rename: Callable[[str], str] = lambda name: name,
 ) -> None:
     if ops.int8 is not None:
-        keep_int8(module, checkpoint, rename)
+        make_int8(module, checkpoint, ops.int8, rename)
     allocate(module, device)
     load_weights(module, checkpoint, rename)
     if ops.int8 is not None:
         lay_out_int8(module, ops.int8)
-
-
-def _fill_mtp(mtp: MtpModule, index: int, source: MtpLayout, target: CausalLM, device: torch.device, ops: Ops) -> None:
-    _fill(mtp, source.checkpoint, device, ops, lambda own: source.name(index, own))
-    if mtp.embed_tokens is None:
-        mtp.embed_tokens = target.model.embed_tokens
-    if mtp.shared_head.head is None:
-        mtp.shared_head.head = target.lm_head
 
 
 @contextmanager

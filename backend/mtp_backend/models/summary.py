@@ -13,6 +13,7 @@ from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.checkpoint.mtp_layout import RAW, MtpLayout, find_mtp
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.build import family_of
+from mtp_backend.models.weight_bytes import weight_bytes
 
 FORMAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1}
 
@@ -29,7 +30,7 @@ class Summary:
         mtp: "ready", or why speculative decoding cannot use the checkpoint.
         formats: number format → parameters stored in it, scales of quantised weights included.
         stored_bytes: part of the network → bytes on disk.
-        loaded_bytes: weights in memory in the chosen dtype, target and MTP layer.
+        loaded_bytes: weights in memory in the chosen formats, target and MTP layer.
         kv_bytes_per_token: cache of one token, draft layer included.
         max_context: tokens that fit into the chosen memory beside the weights, at most max_model_len; 0 if none do.
     """
@@ -47,12 +48,13 @@ class Summary:
     max_context: int
 
 
-def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> Summary:
+def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int, int8_weights: str = "none") -> Summary:
     """Reads config.json and the headers of the weight files.
 
     Args:
         dtype: what weights and cache would be held in.
         memory_bytes: memory for both.
+        int8_weights: `EngineConfig.int8_weights`.
 
     Raises:
         CheckpointError: config.json or a header is malformed, or the family is not known.
@@ -62,6 +64,7 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
     formats: Counter[str] = Counter()
     stored_bytes: dict[str, int] = defaultdict(int)
     loaded = 0
+    int8 = {False: int8_weights == "all", True: int8_weights != "none"}  # by whether a tensor is an MTP layer's
     for name in sorted(checkpoint.names):
         kind, shape = checkpoint.stored(name)
         size = math.prod(shape)
@@ -70,7 +73,9 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int) -> 
         stored_bytes["MTP layer" if is_mtp else _part(name)] += size * FORMAT_BYTES.get(kind, 0)
         shared = is_mtp and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         if not shared and not name.endswith(checkpoint.numbers.auxiliary):
-            loaded += size * dtype.itemsize
+            loaded += weight_bytes(checkpoint, name, dtype, int8[is_mtp])
+        if name == "lm_head.weight" and int8[True] and not int8[False] and layout.num_modules:
+            loaded += weight_bytes(checkpoint, name, dtype, True)  # the copy for drafts
     mtp = _readiness(layout)
     num_layers = config.num_hidden_layers if layout.kind == RAW else 0
     shapes = config.cache_shapes(int(mtp == "ready"))

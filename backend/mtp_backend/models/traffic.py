@@ -5,7 +5,6 @@ Decoding a few sequences reads every weight for little arithmetic, so it goes no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from mtp_backend.cache import bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.checkpoint.mtp_layout import find_mtp
 from mtp_backend.models.build import target_config
+from mtp_backend.models.weight_bytes import weight_bytes
 
 
 @dataclass(frozen=True)
@@ -74,29 +74,31 @@ class StepTraffic:
         return (1 + num_accepted) * plain / self.bytes(batch_size, len(rates), context, num_accepted)
 
 
-def step_traffic(checkpoint: Checkpoint, dtype: torch.dtype) -> StepTraffic:
+def step_traffic(checkpoint: Checkpoint, dtype: torch.dtype, int8_weights: str = "none") -> StepTraffic:
     """Reads config.json and the headers of the weight files.
 
     Args:
         dtype: what weights and cache are held in.
+        int8_weights: `EngineConfig.int8_weights`.
 
     Raises:
         CheckpointError: config.json or a header is malformed, or there is no target in the checkpoint.
     """
     config, layout = target_config(checkpoint), find_mtp(checkpoint)
+    int8 = {"target": int8_weights == "all", "draft": int8_weights != "none"}
     dense, routed = {"target": 0, "draft": 0}, {"target": 0, "draft": 0}
     for name in checkpoint.names:
         module = layout.module_of(name)
         if module not in (None, 0) or name.endswith(("embed_tokens.weight", *checkpoint.numbers.auxiliary)):
             continue
-        size = math.prod(checkpoint.stored(name)[1]) * dtype.itemsize
         part = "target" if module is None else "draft"
+        size = weight_bytes(checkpoint, name, dtype, int8[part])
         if ".experts." in name:
             routed[part] += size
         elif not name.endswith("shared_head.head.weight"):
             dense[part] += size
         if name.endswith("lm_head.weight"):
-            dense["draft"] += size  # the same head, read again
+            dense["draft"] += weight_bytes(checkpoint, name, dtype, int8["draft"])  # read again, or a copy of it
     shapes = config.cache_shapes(1)
     cached = {"target": shapes[: config.num_hidden_layers], "draft": shapes[config.num_hidden_layers :]}
     target, draft = (

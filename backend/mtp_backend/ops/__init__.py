@@ -2,11 +2,13 @@
 
 import logging
 
+import torch
+
 from mtp_backend.errors import InvalidArgument
 from mtp_backend.ops.interface import BatchLayout, CacheShape, Int8Ops, Ops
 from mtp_backend.ops.reference import ReferenceOps
 
-__all__ = ["BatchLayout", "CacheShape", "Int8Ops", "Ops", "ReferenceOps", "ops_for"]
+__all__ = ["BatchLayout", "CacheShape", "Int8Ops", "Ops", "ReferenceOps", "ops_for", "with_int8_weights"]
 
 log = logging.getLogger("mtp.ops")
 
@@ -45,3 +47,25 @@ def ops_for(
             "device", device, f"cpu; npu needs CANN and `pip install torch_npu==2.13.0` ({error})"
         ) from error
     return NpuOps(attention_strategy, multistream, prefetch_bytes)
+
+
+def with_int8_weights(ops: Ops, int8_weights: str, dtype: torch.dtype) -> tuple[Ops, Ops]:
+    """The operations of the target and those of the MTP layers for a value of `EngineConfig.int8_weights`.
+
+    Args:
+        ops: those of the device, for weights as they are.
+        dtype: of the other weights, and of what is computed.
+
+    Raises:
+        InvalidArgument: there are no products of int8 weights for that.
+    """
+    if int8_weights == "none":
+        return ops, ops
+    if dtype is not torch.bfloat16:
+        raise InvalidArgument("int8_weights", int8_weights, f"none with dtype {dtype}, or dtype bfloat16")
+    if not ops.recordable:
+        raise InvalidArgument("int8_weights", int8_weights, "none without the native operations (./build.sh setup)")
+    from mtp_backend.ops.cpu import CpuOps
+
+    with_int8 = CpuOps(int8=True)
+    return (with_int8 if int8_weights == "all" else ops), with_int8

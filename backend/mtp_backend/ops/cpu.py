@@ -14,10 +14,42 @@ from mtp_backend.ops.interface import BatchLayout
 from mtp_backend.ops.reference import ReferenceOps
 
 
+class CpuInt8:
+    """Implements `Int8Ops` for rows in bfloat16. Weights stay row by row; their elements become bfloat16 on the way."""
+
+    quantizes = True
+    down_scale_type = torch.float32
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        return native.linear(x, weight, bias, scale=scale)
+
+    def grouped_experts(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        return native.grouped_experts(x, gate_up, down, ids, weights, gate_up_scale, down_scale)
+
+
 class CpuOps(ReferenceOps):
-    """Implements `Ops`; what is not here has no kernel yet."""
+    """Implements `Ops`; what is not here has no kernel yet.
+
+    Args:
+        int8: for a network with int8 weights.
+    """
 
     recordable = True
+
+    def __init__(self, int8: bool = False) -> None:
+        self.int8 = CpuInt8() if int8 else None
 
     def rows(self, table: Tensor, indices: Tensor) -> Tensor:
         return native.rows(table, indices)

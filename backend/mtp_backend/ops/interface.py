@@ -52,7 +52,7 @@ class Ops(Protocol):
     """One kind of device. All functions are pure except `write_cache` and `write_latent`.
 
     Attributes:
-        int8: the products of int8 weights, on a device that has them; elsewhere such weights are dequantised.
+        int8: the products of int8 weights; None where a network has none, and those of a checkpoint are dequantised.
         recordable: whether all that a pass needs in bfloat16 are operations that can be recorded (`graphs.recorded`).
     """
 
@@ -185,11 +185,20 @@ class Ops(Protocol):
 
 
 class Int8Ops(Protocol):
-    """Products of int8 weights (W8A8): the weight's value is int8 · scale of its row.
+    """Products of int8 weights: the weight's value is int8 · scale of its row.
 
-    Rows that are multiplied with it are quantised to int8 too, each with a scale of its own: largest magnitude / 127.
-    Products are summed in int32, and the sum is multiplied by both scales.
+    A CPU multiplies rows as they are (W8A16) and sums in float32; the sum is multiplied by the scale. On an NPU rows
+    are quantised to int8 too (W8A8), each with a scale of its own: largest magnitude / 127. It sums in int32, and the
+    sum is multiplied by both scales.
+
+    Attributes:
+        quantizes: whether every weight that has such a product is made int8 while it is loaded; else only those are
+            int8 that a checkpoint holds so.
+        down_scale_type: of the `down_scale` of `grouped_experts`.
     """
+
+    quantizes: bool
+    down_scale_type: torch.dtype
 
     def lay_out(self, weight: Tensor) -> Tensor:
         """int8 weight [..., outputs, inputs] as the products below take it."""
@@ -207,4 +216,4 @@ class Int8Ops(Protocol):
         ids: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """`Ops.grouped_experts`; gate_up_scale float32 [E, 2I], down_scale [E, H] in the type of x."""
+        """`Ops.grouped_experts`; gate_up_scale float32 [E, 2I], down_scale [E, H] of `down_scale_type`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch_npu
 from torch import Tensor
 
@@ -13,6 +14,9 @@ FRACTAL_NZ = 29  # aclFormat: matrices in tiles, as the matrix units read them
 
 class NpuInt8:
     """Implements `Int8Ops`. Weights are laid out as [..., inputs, outputs] in tiles."""
+
+    quantizes = False
+    down_scale_type = torch.bfloat16  # a result in bfloat16 takes scales in bfloat16
 
     def lay_out(self, weight: Tensor) -> Tensor:
         return torch_npu.npu_format_cast(weight.mT.contiguous(), FRACTAL_NZ)

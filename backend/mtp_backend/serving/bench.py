@@ -64,6 +64,7 @@ def show(
     max_tokens: int,
     rounds: int,
     num_threads: int | None,
+    int8_weights: str,
     output: Path | None,
 ) -> None:
     """Measures and prints a table; writes bench.json and bench.png into the folder `output`, if any.
@@ -79,7 +80,7 @@ def show(
     _check(load)
     if output is not None:
         make_folder(output)
-    bench, traffic, bandwidth = prepare(checkpoint, load, num_threads)
+    bench, traffic, bandwidth = prepare(checkpoint, load, num_threads, int8_weights)
     runs = list(measure(bench, load))
     rows = summarise(runs, traffic, bandwidth, load.context)
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s on {torch.get_num_threads()} thread(s)")
@@ -98,6 +99,7 @@ def show(
         report = {
             "checkpoint": str(checkpoint),
             "num_threads": torch.get_num_threads(),
+            "int8_weights": int8_weights,
             "bandwidth_bytes_per_second": bandwidth,
             "load": asdict(load) | {"prompts": len(prompts)},
             "rows": [asdict(row) for row in rows],
@@ -107,7 +109,9 @@ def show(
         write_picture("mtp_backend.serving.bench_plot", rows, output / "bench.png")
 
 
-def prepare(checkpoint: Path, load: Load, num_threads: int | None) -> tuple[Bench, StepTraffic, float]:
+def prepare(
+    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: str = "none"
+) -> tuple[Bench, StepTraffic, float]:
     """The engines, what a step of theirs reads, and the read bandwidth over as much memory as the weights take."""
     files = Checkpoint(checkpoint)
     config = target_config(files)
@@ -118,15 +122,16 @@ def prepare(checkpoint: Path, load: Load, num_threads: int | None) -> tuple[Benc
         checks.integer("--num-threads", num_threads, 1)
         torch.set_num_threads(num_threads)
     # Before the engines take memory, so that the buffer does not come on top of them.
-    bandwidth = read_bandwidth(summarize(files, files.dtype, 0).loaded_bytes)
+    bandwidth = read_bandwidth(summarize(files, files.dtype, 0, int8_weights).loaded_bytes)
     bench = Bench(
         str(checkpoint),
         max(load.num_drafts),
         max_model_len=longest,
         max_num_seqs=max(load.concurrency),
+        int8_weights=int8_weights,
         num_threads=num_threads,
     )
-    return bench, step_traffic(files, files.dtype), bandwidth
+    return bench, step_traffic(files, files.dtype, int8_weights), bandwidth
 
 
 def measure(bench: Bench, load: Load) -> Iterator[list[Decoding]]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.environment import start_again
 from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import serve, tritonserver
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory"
     )
+    inspect.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none", help="which weights are int8 (none)")
     inspect.add_argument("--memory", type=float, default=16, metavar="GIB", help="memory for weights and cache")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-tokens", type=int, default=64, help="tokens generated for a prompt (64)")
     bench.add_argument("--rounds", type=int, default=3, help="runs of each combination, all of them in each round (3)")
     bench.add_argument("--num-threads", type=int, help="threads of the tensor library (torch's own choice)")
+    bench.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none", help="which weights are int8 (none)")
     bench.add_argument("--output", type=Path, metavar="DIR", help="folder for bench.json and bench.png")
     bench.set_defaults(run=_bench)
 
@@ -123,7 +126,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     # Needs the tensor library, which the other commands do without.
     from mtp_backend.serving.inspect import show
 
-    show(arguments.checkpoint, arguments.dtype, arguments.memory, arguments.json)
+    show(arguments.checkpoint, arguments.dtype, arguments.memory, arguments.int8_weights, arguments.json)
     return 0
 
 
@@ -155,6 +158,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.max_tokens,
         arguments.rounds,
         arguments.num_threads,
+        arguments.int8_weights,
         arguments.output,
     )
     return 0

@@ -19,13 +19,14 @@ LAYOUTS = {
 }
 
 
-def show(directory: Path, dtype: str, memory_gib: float, as_json: bool) -> None:
+def show(directory: Path, dtype: str, memory_gib: float, int8_weights: str, as_json: bool) -> None:
     """Prints the summary of a checkpoint as a table or as JSON."""
-    summary = summarize(Checkpoint(directory), getattr(torch, dtype), int(memory_gib * GIB))
-    print(json.dumps(asdict(summary), indent=2) if as_json else _table(summary, dtype, memory_gib))
+    summary = summarize(Checkpoint(directory), getattr(torch, dtype), int(memory_gib * GIB), int8_weights)
+    print(json.dumps(asdict(summary), indent=2) if as_json else _table(summary, dtype, memory_gib, int8_weights))
 
 
-def _table(summary: Summary, dtype: str, memory_gib: float) -> str:
+def _table(summary: Summary, dtype: str, memory_gib: float, int8_weights: str) -> str:
+    formats = dtype if int8_weights == "none" else f"{dtype}, int8 {int8_weights}"
     rows = [
         ("family", summary.model_type),
         ("layout", LAYOUTS[summary.layout]),
@@ -33,7 +34,7 @@ def _table(summary: Summary, dtype: str, memory_gib: float) -> str:
         ("speculative decoding", summary.mtp),
         *((f"stored as {kind}", f"{count:,} parameters") for kind, count in summary.formats.items()),
         *((f"  {part}", _size(size)) for part, size in summary.stored_bytes.items()),
-        (f"weights in {dtype}", _size(summary.loaded_bytes)),
+        (f"weights in {formats}", _size(summary.loaded_bytes)),
         ("cache per token", f"{summary.kv_bytes_per_token:,} bytes"),
         ("longest sequence", f"{summary.max_model_len:,} tokens"),
         (f"context in {memory_gib:g} GiB", f"{summary.max_context:,} tokens"),

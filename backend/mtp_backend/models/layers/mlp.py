@@ -72,8 +72,7 @@ class Gate(nn.Module):
 class Experts(nn.Module):
     """The routed experts, stacked."""
 
-    # The Ascend operation that gives 16 bits takes scales of 16 bits.
-    int8_scales: ClassVar = {"gate_up": torch.float32, "down": None}
+    int8_scales: ClassVar = {"gate_up": torch.float32, "down": None}  # what the device takes
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()

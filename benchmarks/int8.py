@@ -1,6 +1,6 @@
 """What int8 weights cost in quality: the tables of docs/performance.md.
 
-    python benchmarks/int8.py [checkpoint ...]
+    .venv/bin/python benchmarks/int8.py [checkpoint ...]
 
 A checkpoint in bfloat16 and with `int8_weights` "all" read the same texts, which the first has drawn itself at
 temperature 1: the mean Kullback-Leibler divergence KL(bfloat16 ‖ int8) of their next-token distributions in nats, and
@@ -34,7 +34,6 @@ def drawn_texts(checkpoint: Path) -> list[list[int]]:
     return [output.prompt_token_ids + output.token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@torch.inference_mode()
 def log_probabilities(checkpoint: Path, dtype: torch.dtype, int8_weights: str, texts: list[list[int]]) -> Tensor:
     """Of every next token behind each token of all texts, [Σ tokens, vocab]."""
     ops, draft_ops = with_int8_weights(ops_for("cpu"), int8_weights, dtype)
@@ -45,8 +44,9 @@ def log_probabilities(checkpoint: Path, dtype: torch.dtype, int8_weights: str, t
     rows = []
     for text in texts:
         layout = build_layout([Span([0], 0, len(text))], longest, CPU)
-        hidden = networks.target(torch.tensor(text), networks.rotary, layout, caches)
-        rows.append(networks.target.logits(hidden).float().log_softmax(-1))
+        with torch.inference_mode():
+            hidden = networks.target(torch.tensor(text), networks.rotary, layout, caches)
+            rows.append(networks.target.logits(hidden).float().log_softmax(-1))
     return torch.cat(rows)
 
 

@@ -104,7 +104,6 @@ run_side_by_side() { "$venv/bin/python" -m pytest -n auto --maxprocesses 4 --dis
 # Tests compute in their own processes: the memory of an engine (backend/mtp_backend/environment.py).
 compute_in_large_pages() {
   export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864 PYTHONMALLOC=malloc
-  GLIBC_TUNABLES+=:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296
 }
 
 run_tests() {

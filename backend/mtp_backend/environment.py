@@ -10,12 +10,9 @@ from contextlib import contextmanager
 # Threads of the tensor library stay on their processors: unbound ones collapse when anything else runs.
 # Memory comes in large pages (glibc, "Memory Allocation Tunables"), also what the interpreter asks for: a step walks
 # through more small pages than a processor has addresses of, and in a virtual machine each miss can take microseconds.
-# What a layer leaves is kept for the next one: given back to the system it would come back as new pages, to be filled
-# with zeros first. 32 MiB is the most that glibc takes from its own memory.
-MALLOC = {"hugetlb": 1, "top_pad": 64 << 20, "mmap_threshold": 32 << 20, "trim_threshold": 4 << 30}
 VARIABLES = {
     "OMP_PROC_BIND": "true",
-    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in MALLOC.items()),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864",
     "PYTHONMALLOC": "malloc",
 }
 
@@ -35,8 +32,7 @@ def engine_environment(num_threads: int | None = None) -> dict[str, str]:
 def unbound(process: int) -> Iterator[None]:
     """Threads that start meanwhile may run where a process may, though the tensor library has bound this one.
 
-    One for messages, spans or grammars would otherwise wait until the computing one, on whose processor it starts,
-    gives way.
+    A thread for messages would otherwise wait until the computing one, on whose processor it starts, gives way.
     """
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, os.sched_getaffinity(process))

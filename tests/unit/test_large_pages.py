@@ -50,20 +50,6 @@ def test_large_pages():
     assert large_pages_of(tensor.data_ptr() + (16 << 20)) >= 8 << 10
 
 
-def test_memory_that_was_given_back_is_there_again():
-    """An engine's process does not ask the system for a layer's activations again: no page is new."""
-    program = (
-        "import resource, torch; torch.set_num_threads(1); "
-        "layer = lambda: [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(4)]; "
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
-        "layer(), layer(); before = faults(); any(not layer() for _ in range(5)); print(faults() - before)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=engine_environment()
-    )
-    assert int(done.stdout) < 100, done
-
-
 def test_program_started_again(monkeypatch):
     """Once, with its arguments and the caller's own values."""
     program = (

@@ -64,7 +64,7 @@ def load(config: EngineConfig) -> Loaded:
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise InvalidArgument("max_model_len", longest, f"2 … {model.max_position_embeddings} (the checkpoint's limit)")
-    tokenizer, device = load_tokenizer(Path(config.model)), torch.device(config.device)
+    tokenizer = load_tokenizer(Path(config.model))
     ops = ops_for(
         config.device,
         config.graph_mode,
@@ -72,6 +72,7 @@ def load(config: EngineConfig) -> Loaded:
         config.multistream_shared_expert,
         config.weight_prefetch_bytes,
     )
+    device = torch.device(config.device)  # torch knows its name once the device's operations are there
     verifier = Verifier(config.speculative, tokenizer, model.vocab_size)
     dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.device == "npu":

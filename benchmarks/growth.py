@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/growth.py CHECKPOINT [--contexts 128 512 2048 8192 16384] [--batches 1 4 16 64]
         [--drafts 0] [--steps 32] [--rounds 3] [--threads 2] [--json FILE] [--png FILE]
 
-The growth with the context is the slope of a least-squares line through the medians at one sequence; a round before them,
-which does not count, records the passes. The prediction is the cache of one more token, read by each pass of a step at
-the machine's read bandwidth. Memory is the greatest resident memory of the process without weights and cache pool.
+The growth with the context is the slope of a least-squares line through the medians at one sequence; a round before
+them, which does not count, records the passes. The prediction is the cache of one more token, read by each pass of a
+step at the machine's read bandwidth. Memory is the greatest resident memory of the process without weights and cache.
 """
 
 from __future__ import annotations

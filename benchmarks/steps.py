@@ -96,7 +96,7 @@ def engine_steps(engine: Engine, count: int, num_steps: int) -> list[float]:
 
 
 def served_steps(client: Client, addresses: Addresses, count: int, num_steps: int) -> tuple[list[float], float, float]:
-    """Seconds of each step behind the first ones, as its client sees it; those of all steps, and the target's passes."""
+    """Seconds of each step behind the first, as its client sees it; those of all steps, and the target's passes."""
     ready = threading.Barrier(count + 1)
 
     def run(number: int) -> list[float]:

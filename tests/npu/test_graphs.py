@@ -10,7 +10,8 @@ import pytest
 import torch
 from mtp_backend import SamplingParams
 from mtp_backend.cache import Span
-from mtp_backend.graphs import Bucket, DraftChain
+from mtp_backend.graphs import Bucket
+from mtp_backend.graphs.chain import DraftChain
 from mtp_backend.graphs.compiled import CompiledGraph
 from mtp_backend.graphs.npugraph import CapturedGraph
 from mtp_backend.graphs.piecewise import PiecewiseGraph

@@ -116,7 +116,7 @@ def logits(built, tokens):
 
 
 def distance(first, second):
-    """Root mean square by rows, in units of the second's own spread: the median, as a near tie may choose other experts."""
+    """Root mean square by rows, in units of the second's own spread: the median, as near ties choose other experts."""
     return float((first - second).square().mean(-1).sqrt().median() / second.std())
 
 
@@ -190,6 +190,12 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
     networks(path, "none")
     with pytest.raises(CheckpointError, match=f"tensor '{name}' has a value that is not finite"):
         networks(path, "draft")
+
+
+def test_inference_mode_of_the_caller_changes_nothing(model):
+    with torch.inference_mode():
+        made = networks(model, "all")
+    assert int8_names(made.target) == int8_names(networks(model, "all").target) != set()
 
 
 def test_refused(model, monkeypatch):

@@ -30,8 +30,6 @@ def make_int8(
         module: on device meta, and made outside of inference mode; passed `check_tensors`.
         checkpoint, rename: as there.
     """
-    if not (ops.quantizes or isinstance(checkpoint.numbers, AscendInt8)):
-        return
     whole_int8: dict[int, bool] = {}  # by the id of a parameter, whether all tensors of it are int8, or become it
     for name, view in checkpoint_views(module):
         key = id(view if view._base is None else view._base)

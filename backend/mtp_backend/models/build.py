@@ -80,6 +80,7 @@ def target_config(checkpoint: Checkpoint) -> ModelConfig:
     return config
 
 
+@torch.inference_mode(False)  # in it a view does not know what it is of, by which parameters become int8
 def build_networks(
     checkpoint: Checkpoint,
     *,

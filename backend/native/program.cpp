@@ -63,7 +63,12 @@ Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
     chosen = &buffers_.emplace_back(Buffer{std::move(fresh), false});
   }
   chosen->taken = true;
-  return chosen->bytes.narrow(0, 0, bytes).view(type).view(shape);
+  // As at::empty makes a tensor, without operations of torch, which take longer than small kernels.
+  Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(chosen->bytes.storage()),
+                                                           c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                           c10::scalarTypeToTypeMeta(type));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return tensor;
 }
 
 void Pool::trim() {

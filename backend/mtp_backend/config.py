@@ -16,6 +16,8 @@ from mtp_backend.torchair_config import TorchairGraphConfig
 
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
+# Sequences in one device batch: one of fixed shape keeps a row of block numbers for each token.
+MAX_NUM_SEQS = 4096
 # How a device can run decoding batches.
 GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "npugraph_piecewise", "torchair"}}
 # How a device can attend to the cache in a verify step.
@@ -37,7 +39,7 @@ class EngineConfig:
         block_size: tokens per KV block; None takes 16 on a CPU and 128 on an NPU.
         kv_cache_bytes: upper bound of the KV pool in bytes; the pool is never larger than max_num_seqs sequences
             of max_model_len tokens need.
-        max_num_seqs: sequences in one device batch.
+        max_num_seqs: sequences in one device batch, 1 … 4096.
         max_num_batched_tokens: tokens in one device batch.
         prefill_chunk_size: prompt tokens of one sequence in one device batch.
         max_queue_size: requests for whole texts that may wait for their turn; more are refused.
@@ -61,8 +63,9 @@ class EngineConfig:
             each row: "none"; "draft", those of the MTP layers and a copy of the head for drafts, which changes the
             drafts and no text; "all", the target's too. Embeddings, norms, routers, biases and the keys' and values'
             matrices of latent attention stay as they are.
-        num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
-            the processors). One is best for small models, and on a host that does other work.
+        num_threads: threads of the tensor library, at most as many as the machine has processors; None leaves it to
+            torch (OMP_NUM_THREADS, or the processors). One is best for small models, and on a host that does other
+            work.
         otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
             HTTP (http://127.0.0.1:4318/v1/traces); empty: no spans are made.
     """
@@ -108,7 +111,7 @@ class EngineConfig:
             object.__setattr__(self, "block_size", BLOCK_SIZE[self.device])
         checks.integer("block_size", self.block_size, 1, 1024)
         checks.integer("kv_cache_bytes", self.kv_cache_bytes, 1)
-        checks.integer("max_num_seqs", self.max_num_seqs, 1)
+        checks.integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         checks.integer("prefill_chunk_size", self.prefill_chunk_size, 1)
         checks.integer("max_queue_size", self.max_queue_size, 0)
         checks.boolean("enable_prefix_caching", self.enable_prefix_caching)

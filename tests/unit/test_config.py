@@ -16,7 +16,7 @@ WRONG = {
     "max_model_len": (*WRONG_INTEGERS, 1),
     "block_size": (*WRONG_INTEGERS, 1025),
     "kv_cache_bytes": (*WRONG_INTEGERS, None, "1GB"),
-    "max_num_seqs": (*WRONG_INTEGERS, None),
+    "max_num_seqs": (*WRONG_INTEGERS, None, 4097, 10**30),
     "max_num_batched_tokens": (*WRONG_INTEGERS, None),
     "prefill_chunk_size": (*WRONG_INTEGERS, None),
     "max_queue_size": (-1, 1.0, True, "1", None),

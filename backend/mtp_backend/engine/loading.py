@@ -144,5 +144,5 @@ def _check_memory(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dty
         raise InvalidArgument(
             "kv_cache_bytes",
             config.kv_cache_bytes,
-            f"at most {available - weights} (available memory, {available} bytes, less {weights} of the target's weights)",
+            f"at most {available - weights} (available memory, {available} bytes, less {weights} of weights)",
         )

@@ -22,8 +22,6 @@ MAX_NUM_SEQS = 4096
 GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "npugraph_piecewise", "torchair"}}
 # How a device can attend to the cache in a verify step.
 ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion", "chunked_prefill"}}
-# Networks whose weights can be rounded to int8.
-INT8_WEIGHTS = ("none", "draft", "all")
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,9 @@ class EngineConfig:
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
         weight_prefetch_bytes: on an NPU so many bytes of a weight, at most, are loaded into the device's cache (L2)
             while the operations before its product run; 0: none.
-        int8_weights: on a CPU in bfloat16, which weights are rounded to int8 while they are loaded, with a scale for
-            each row: "none"; "draft", those of the MTP layers and a copy of the head for drafts, which changes the
-            drafts and no text; "all", the target's too. Embeddings, norms, routers, biases and the keys' and values'
-            matrices of latent attention stay as they are.
+        int8_weights: on a CPU in bfloat16, weights are rounded to int8 while they are loaded, with a scale for each
+            row. Embeddings, norms, routers, biases and the keys' and values' matrices of latent attention stay as they
+            are.
         num_threads: threads of the tensor library, at most as many as the machine has processors; None leaves it to
             torch (OMP_NUM_THREADS, or the processors). One is best for small models, and on a host that does other
             work.
@@ -90,7 +87,7 @@ class EngineConfig:
     attention_strategy: str = "tnd"
     multistream_shared_expert: bool = False
     weight_prefetch_bytes: int = 0
-    int8_weights: str = "none"
+    int8_weights: bool = False
     num_threads: int | None = None
     otlp_endpoint: str = ""
 
@@ -117,9 +114,9 @@ class EngineConfig:
         checks.boolean("enable_prefix_caching", self.enable_prefix_caching)
         checks.integer("max_sequences", self.max_sequences, 1)
         checks.number("sequence_ttl_seconds", self.sequence_ttl_seconds, 0, 1e9, open_low=True)
-        checks.choice("int8_weights", self.int8_weights, set(INT8_WEIGHTS))
-        if self.int8_weights != "none" and self.device != "cpu":
-            allowed = f"none with device {self.device}, which keeps the int8 weights of a checkpoint"
+        checks.boolean("int8_weights", self.int8_weights)
+        if self.int8_weights and self.device != "cpu":
+            allowed = f"false with device {self.device}, which keeps the int8 weights of a checkpoint"
             raise InvalidArgument("int8_weights", self.int8_weights, allowed)
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, 1)

@@ -171,7 +171,7 @@ def test_wrong_options(deepseek, options, message, monkeypatch):
         LLM(deepseek, **options)
 
 
-@pytest.mark.parametrize("int8_weights", ["none", "all"])
+@pytest.mark.parametrize("int8_weights", [False, True])
 def test_more_than_memory_holds(deepseek, int8_weights, monkeypatch):
     """The bounds are those of the weights and the pool that an engine really has."""
     options = {"dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 2, "int8_weights": int8_weights}

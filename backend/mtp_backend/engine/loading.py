@@ -82,7 +82,8 @@ def load(config: EngineConfig) -> Loaded:
         check_ways(model, dtype, config.graph_mode, config.attention_strategy)
     if config.graph_mode == "inductor":
         check_inductor(model, dtype)
-    ops, draft_ops = with_int8_weights(ops, config.int8_weights, dtype)
+    if config.int8_weights:
+        ops = with_int8_weights(ops, dtype)
     num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
     shapes = model.cache_shapes(num_draft_layers)
     block_bytes = bytes_per_block(shapes, config.block_size, dtype)
@@ -101,7 +102,6 @@ def load(config: EngineConfig) -> Loaded:
         # Dummy requests stand at the first positions, wherever in a block.
         max_positions=max(longest, MOST_LATENT_ROWS, config.block_size),
         ops=ops,
-        draft_ops=draft_ops,
         mtp_source=source,
     )
     cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, device)
@@ -135,7 +135,7 @@ def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> i
 
 def _check_memory(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, pool_bytes: int) -> None:
     """Refuses what this process's memory cannot hold: nobody would survive it, since pages are taken on first use."""
-    available, weights = available_memory(), target_bytes(checkpoint, dtype, config.int8_weights == "all")
+    available, weights = available_memory(), target_bytes(checkpoint, dtype, config.int8_weights)
     if weights > available:
         raise CheckpointError(
             f"{checkpoint.directory}: the target's weights take {weights} bytes; available memory: {available} bytes"

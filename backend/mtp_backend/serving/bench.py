@@ -65,7 +65,7 @@ def show(
     max_tokens: int,
     rounds: int,
     num_threads: int | None,
-    int8_weights: str,
+    int8_weights: bool,
     output: Path | None,
 ) -> None:
     """Measures and prints a table; writes bench.json and bench.png into the folder `output`, if any.
@@ -111,7 +111,7 @@ def show(
 
 
 def prepare(
-    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: str = "none"
+    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: bool = False
 ) -> tuple[Bench, StepTraffic, float]:
     """The engines, what a step of theirs reads, and the read bandwidth over as much memory as the weights take."""
     files = Checkpoint(checkpoint)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.environment import start_again
 from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import serve, tritonserver
@@ -54,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory (bfloat16)"
     )
-    inspect.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none", help="which weights are int8 (none)")
+    inspect.add_argument("--int8-weights", action="store_true", help="with weights rounded to int8")
     inspect.add_argument("--memory", type=float, default=16, metavar="GIB", help="memory for weights and cache (16)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
@@ -99,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-tokens", type=int, default=64, help="tokens generated for a prompt (64)")
     bench.add_argument("--rounds", type=int, default=3, help="runs of each combination, all of them in each round (3)")
     bench.add_argument("--num-threads", type=int, help="threads of the tensor library (torch's own choice)")
-    bench.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none", help="which weights are int8 (none)")
+    bench.add_argument("--int8-weights", action="store_true", help="with weights rounded to int8")
     bench.add_argument("--output", type=Path, metavar="DIR", help="folder for bench.json and bench.png")
     bench.set_defaults(run=_bench)
 

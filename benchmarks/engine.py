@@ -1,7 +1,7 @@
 """Speed of the engine in this process: concurrency by number of drafts, beside the limit, and what is not network.
 
     .venv/bin/python benchmarks/engine.py CHECKPOINT [--concurrency 1 4 16] [--drafts 0 1 2 3 4] [--prompt 128]
-        [--output 128] [--rounds 5] [--threads 2] [--int8-weights draft] [--json FILE] [--png FILE]
+        [--output 128] [--rounds 5] [--threads 2] [--int8-weights] [--json FILE] [--png FILE]
 
 All combinations run in every round, forwards and backwards in turn; figures are medians over the rounds, speed-ups the
 medians of the rounds' ratios.
@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.environment import start_again
 from mtp_backend.serving import bench_plot
 from mtp_backend.serving.bench import Load, batch_prompts, measure, prepare
@@ -33,7 +32,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128, help="tokens generated after it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of torch (its own choice)")
-    parser.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none")
+    parser.add_argument("--int8-weights", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     arguments = parser.parse_args()

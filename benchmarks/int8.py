@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/int8.py [checkpoint ...]
 
-A checkpoint in bfloat16 and with `int8_weights` "all" read the same texts, which the first has drawn itself at
+A checkpoint in bfloat16 and with `int8_weights` read the same texts, which the first has drawn itself at
 temperature 1: the mean Kullback-Leibler divergence KL(bfloat16 ‖ int8) of their next-token distributions in nats, and
 the share of positions with the same most likely token. bfloat16 beside float32 is shown for comparison. Then, greedy,
-what is accepted of drafts with each value of `int8_weights`. Prompts are of the demo models' kind.
+what is accepted of drafts without and with `int8_weights`. Prompts are of the demo models' kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from acceptance import NUM_TOKENS, PROMPTS, ROOT
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.cache import KVCache, Span, build_layout
 from mtp_backend.checkpoint import Checkpoint
-from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.models import build_networks
 from mtp_backend.ops import ops_for, with_int8_weights
 from torch import Tensor
@@ -34,11 +33,11 @@ def drawn_texts(checkpoint: Path) -> list[list[int]]:
     return [output.prompt_token_ids + output.token_ids for output in llm.generate(PROMPTS, params)]
 
 
-def log_probabilities(checkpoint: Path, dtype: torch.dtype, int8_weights: str, texts: list[list[int]]) -> Tensor:
+def log_probabilities(checkpoint: Path, dtype: torch.dtype, int8_weights: bool, texts: list[list[int]]) -> Tensor:
     """Of every next token behind each token of all texts, [Σ tokens, vocab]."""
-    ops, draft_ops = with_int8_weights(ops_for("cpu"), int8_weights, dtype)
+    ops = with_int8_weights(ops_for("cpu"), dtype) if int8_weights else ops_for("cpu")
     longest = max(map(len, texts))
-    where = {"device": CPU, "max_positions": longest, "ops": ops, "draft_ops": draft_ops}
+    where = {"device": CPU, "max_positions": longest, "ops": ops}
     networks = build_networks(Checkpoint(checkpoint), num_mtp=0, dtype=dtype, **where)
     caches = KVCache(networks.config.cache_shapes(0), 1, longest, dtype, CPU).layers
     rows = []
@@ -53,8 +52,8 @@ def log_probabilities(checkpoint: Path, dtype: torch.dtype, int8_weights: str, t
 def loss_table(checkpoint: Path) -> None:
     """Prints how far distributions are from each other."""
     texts = drawn_texts(checkpoint)
-    exact = log_probabilities(checkpoint, torch.float32, "none", texts)
-    plain, int8 = (log_probabilities(checkpoint, torch.bfloat16, kind, texts) for kind in ("none", "all"))
+    exact = log_probabilities(checkpoint, torch.float32, False, texts)
+    plain, int8 = (log_probabilities(checkpoint, torch.bfloat16, kind, texts) for kind in (False, True))
     print(f"\n{checkpoint.name}, {len(plain)} positions\n\n| | mean KL, nats | same most likely token |\n|---|---|---|")
     for name, first, second in (
         ("bfloat16 from float32", exact, plain),
@@ -70,17 +69,17 @@ def acceptance_table(checkpoint: Path) -> None:
     """Prints the rates at positions 1 … k and the tokens a step."""
     print(f"\n{checkpoint.name}\n\n| | " + " | ".join(f"k = {k}" for k in DRAFTS) + " |\n|---|" + "---|" * len(DRAFTS))
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    for kind in INT8_WEIGHTS:
+    for int8_weights in (False, True):
         cells = []
         for k in DRAFTS:
             speculative = {"num_speculative_tokens": k}
-            options = {"num_threads": 1, "max_model_len": 256, "int8_weights": kind}
+            options = {"num_threads": 1, "max_model_len": 256, "int8_weights": int8_weights}
             llm = LLM(str(checkpoint), speculative, "bfloat16", **options)
             llm.generate(PROMPTS, params)
             found = llm.engine.totals.speculation
             rates = " ".join(f"{rate:.3f}" for rate in found.acceptance_rate_per_position)
             cells.append(f"{rates}; {found.mean_acceptance_length:.3f}")
-        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+        print(f"| {'int8' if int8_weights else 'bfloat16'} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What the memory of this machine allows a checkpoint: the least time of a step, and what drafts can bring.
 
     .venv/bin/python benchmarks/limit.py CHECKPOINT [--threads 1 2] [--concurrency 1 4 16] [--acceptance 0.75]
-        [--int8-weights all]
+        [--int8-weights]
 
 The read bandwidth is that over a buffer as large as the weights. Bytes of a step: the weights that every token needs,
 the experts that the tokens are expected to meet, the cache, and with drafts the passes of the MTP layer.
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from mtp_backend.checkpoint import Checkpoint
-from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.engine.bandwidth import read_bandwidth
 from mtp_backend.environment import start_again
 from mtp_backend.models.summary import summarize
@@ -30,7 +29,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--context", type=int, default=192, help="tokens of each sequence")
     parser.add_argument("--acceptance", type=float, default=0.75, help="of a draft whose predecessors were accepted")
-    parser.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none")
+    parser.add_argument("--int8-weights", action="store_true")
     arguments = parser.parse_args()
     checkpoint = Checkpoint(arguments.checkpoint)
     weights = summarize(checkpoint, checkpoint.dtype, 0, arguments.int8_weights).loaded_bytes

@@ -16,12 +16,12 @@ from mtp_backend.torchair_config import TorchairGraphConfig
 
 # Tokens per KV block where none is asked for. On Ascend both kinds of attention take blocks of 128.
 BLOCK_SIZE = {"cpu": 16, "npu": 128}
+# Sequences in one device batch: one of fixed shape keeps a row of block numbers for each token.
+MAX_NUM_SEQS = 4096
 # How a device can run decoding batches.
 GRAPH_MODES = {"cpu": {"eager", "recorded", "inductor"}, "npu": {"eager", "npugraph", "npugraph_piecewise", "torchair"}}
 # How a device can attend to the cache in a verify step.
 ATTENTION_STRATEGIES = {"cpu": {"tnd"}, "npu": {"tnd", "batch_expansion", "chunked_prefill"}}
-# Networks whose weights can be rounded to int8.
-INT8_WEIGHTS = ("none", "draft", "all")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EngineConfig:
         block_size: tokens per KV block; None takes 16 on a CPU and 128 on an NPU.
         kv_cache_bytes: upper bound of the KV pool in bytes; the pool is never larger than max_num_seqs sequences
             of max_model_len tokens need.
-        max_num_seqs: sequences in one device batch.
+        max_num_seqs: sequences in one device batch, 1 … 4096.
         max_num_batched_tokens: tokens in one device batch.
         prefill_chunk_size: prompt tokens of one sequence in one device batch.
         max_queue_size: requests for whole texts that may wait for their turn; more are refused.
@@ -57,12 +57,12 @@ class EngineConfig:
         multistream_shared_expert: on an NPU the shared expert is computed on a stream of its own, beside the others.
         weight_prefetch_bytes: on an NPU so many bytes of a weight, at most, are loaded into the device's cache (L2)
             while the operations before its product run; 0: none.
-        int8_weights: on a CPU in bfloat16, which weights are rounded to int8 while they are loaded, with a scale for
-            each row: "none"; "draft", those of the MTP layers and a copy of the head for drafts, which changes the
-            drafts and no text; "all", the target's too. Embeddings, norms, routers, biases and the keys' and values'
-            matrices of latent attention stay as they are.
-        num_threads: threads of the tensor library; None leaves it to torch (OMP_NUM_THREADS, or
-            the processors). One is best for small models, and on a host that does other work.
+        int8_weights: on a CPU in bfloat16, weights are rounded to int8 while they are loaded, with a scale for each
+            row. Embeddings, norms, routers, biases and the keys' and values' matrices of latent attention stay as they
+            are.
+        num_threads: threads of the tensor library, at most as many as the machine has processors; None leaves it to
+            torch (OMP_NUM_THREADS, or the processors). One is best for small models, and on a host that does other
+            work.
         otlp_endpoint: URL of an OpenTelemetry collector that a server sends a span of each request to, by OTLP over
             HTTP (http://127.0.0.1:4318/v1/traces); empty: no spans are made.
     """
@@ -87,7 +87,7 @@ class EngineConfig:
     attention_strategy: str = "tnd"
     multistream_shared_expert: bool = False
     weight_prefetch_bytes: int = 0
-    int8_weights: str = "none"
+    int8_weights: bool = False
     num_threads: int | None = None
     otlp_endpoint: str = ""
 
@@ -108,15 +108,15 @@ class EngineConfig:
             object.__setattr__(self, "block_size", BLOCK_SIZE[self.device])
         checks.integer("block_size", self.block_size, 1, 1024)
         checks.integer("kv_cache_bytes", self.kv_cache_bytes, 1)
-        checks.integer("max_num_seqs", self.max_num_seqs, 1)
+        checks.integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         checks.integer("prefill_chunk_size", self.prefill_chunk_size, 1)
         checks.integer("max_queue_size", self.max_queue_size, 0)
         checks.boolean("enable_prefix_caching", self.enable_prefix_caching)
         checks.integer("max_sequences", self.max_sequences, 1)
         checks.number("sequence_ttl_seconds", self.sequence_ttl_seconds, 0, 1e9, open_low=True)
-        checks.choice("int8_weights", self.int8_weights, set(INT8_WEIGHTS))
-        if self.int8_weights != "none" and self.device != "cpu":
-            allowed = f"none with device {self.device}, which keeps the int8 weights of a checkpoint"
+        checks.boolean("int8_weights", self.int8_weights)
+        if self.int8_weights and self.device != "cpu":
+            allowed = f"false with device {self.device}, which keeps the int8 weights of a checkpoint"
             raise InvalidArgument("int8_weights", self.int8_weights, allowed)
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, 1)

@@ -40,8 +40,9 @@ struct AttentionMemory {
       std::int64_t width = round_up(job.keys[part].width, STEP);
       take(keys[part], ATTENTION_TILE / BLOCK);
       take(staged[part], ATTENTION_TILE * width);
-      take(queries[part].data, width / 2 * ATTENTION_QUERIES);
-      queries[part].steps = width / STEP;
+      Pair* pairs;
+      take(pairs, width / 2 * ATTENTION_QUERIES);
+      queries[part] = {pairs, width / STEP, 0};
     }
     std::int64_t value_width = round_up(job.values.width, STEP);
     take(values, ATTENTION_TILE / BLOCK);
@@ -84,7 +85,7 @@ struct AttendItem {
     length = item.selected < 0 ? position(item.queries - 1) + 1 : gather_selection();
     for (int part = 0; part < job.parts; ++part) {
       const Attention::Queries& from = job.queries[part];
-      memory.queries[part].groups = columns / BLOCK;
+      memory.queries[part] = {memory.queries[part].data, memory.queries[part].steps, columns / BLOCK};
       pack_columns(memory.queries[part], item.queries, from.width,
                    [&](std::int64_t i) { return from.data + row(i) * from.row_stride + head(i) * from.head_stride; });
     }

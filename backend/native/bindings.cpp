@@ -58,6 +58,7 @@ Tensor head_linear(const Tensor& x, const Tensor& weight) {
   Tensor laid = weight.dim() == 3 && weight.stride(1) == 1 ? weight.transpose(1, 2) : weight;
   check(laid, "weight", at::kBFloat16, {x.size(1), -1, -1});
   TORCH_CHECK(weight.size(2) == x.size(2), "weight: rows of ", weight.size(2), "; allowed: ", x.size(2), " as of x");
+  TORCH_CHECK(x.size(2) <= HeadLinear::MOST_K, "x: rows of ", x.size(2), "; allowed: up to ", HeadLinear::MOST_K);
   HeadLinear job{};
   job.x = data(x), job.token_stride = x.stride(0), job.head_stride = x.stride(1);
   job.w = data(weight), job.w_head_stride = weight.stride(0);
@@ -67,8 +68,8 @@ Tensor head_linear(const Tensor& x, const Tensor& weight) {
   if (!y.numel()) return y;
   job.y = data(y);
   std::int64_t bytes = job.heads * job.n * job.k * 2 * (1 + job.tokens / 8);
-  if (job.n_stride == 1) {
-    share_out(kernels().head_across_items(job), bytes, kernels().head_across, job);
+  if (kernels().head_takes_pairs(job)) {
+    share_out(kernels().head_pairs_items(job), bytes, kernels().head_pairs, job);
     return y;
   }
   Tensor packed = new_tensor({job.heads * packed_size(job.tokens, job.k)});

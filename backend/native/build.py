@@ -25,7 +25,7 @@ BUILD = HERE.parents[1] / "build" / "native"
 KERNELS = [
     "linear",
     "heads",
-    "heads_across",
+    "heads_pairs",
     "experts",
     "elementwise",
     "routing",

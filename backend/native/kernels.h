@@ -51,8 +51,9 @@ struct WideLinear {
 };
 
 // y[t, head] = w[head] · x[t, head] for each head. w is [heads, n, k]: its elements lie next to each other along k
-// (`head_along`) or along n (`head_across`).
+// (`head_along`) or along n (`head_pairs`, which takes both).
 struct HeadLinear {
+  static constexpr std::int64_t MOST_K = 1 << 11;
   const bf16* x;
   std::int64_t token_stride, head_stride;
   const bf16* w;
@@ -164,8 +165,9 @@ struct MostLikely {
   use(level, head_along_pack, void, (const HeadLinear&, std::int64_t begin, std::int64_t end)) /* heads */ \
   use(level, head_along_items, std::int64_t, (const HeadLinear&))                                       \
   use(level, head_along, void, (const HeadLinear&, std::int64_t begin, std::int64_t end))               \
-  use(level, head_across_items, std::int64_t, (const HeadLinear&))                                      \
-  use(level, head_across, void, (const HeadLinear&, std::int64_t begin, std::int64_t end))              \
+  use(level, head_takes_pairs, bool, (const HeadLinear&)) /* whether `head_pairs` is the one to call */ \
+  use(level, head_pairs_items, std::int64_t, (const HeadLinear&))                                       \
+  use(level, head_pairs, void, (const HeadLinear&, std::int64_t begin, std::int64_t end))               \
   use(level, rms_norm, void, (const RmsNorm&, std::int64_t begin, std::int64_t end))         /* rows */ \
   use(level, rotary, void, (const Rotary&, std::int64_t begin, std::int64_t end))          /* tokens */ \
   use(level, write_cache, void, (const WriteCache&, std::int64_t begin, std::int64_t end)) /* tokens */ \

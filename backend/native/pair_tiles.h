@@ -16,11 +16,20 @@ struct RowTile {
   std::int64_t stride;
 };
 
-// The right operand [32 · steps, 16 · groups]: tile (step, group) holds 16 pairs of rows × 16 columns.
+// The right operand [32 · steps, 16 · groups]: tile (step, group) holds 16 pairs of rows × 16 columns. The tiles of a step
+// lie together, `stride` of them.
 struct PairTiles {
   Pair* data;
-  std::int64_t steps, groups;
-  Pair* tile(std::int64_t step, std::int64_t group) const { return data + (step * groups + group) * BLOCK * BLOCK; }
+  std::int64_t steps, groups, stride;
+  PairTiles() : PairTiles(nullptr, 0, 0) {}
+  PairTiles(Pair* data, std::int64_t steps, std::int64_t groups) : PairTiles(data, steps, groups, groups) {}
+  PairTiles(Pair* data, std::int64_t steps, std::int64_t groups, std::int64_t stride)
+      : data(data), steps(steps), groups(groups), stride(stride) {}
+  Pair* tile(std::int64_t step, std::int64_t group) const { return data + (step * stride + group) * BLOCK * BLOCK; }
+  // Groups [first, first + count), as far as there are any.
+  PairTiles columns(std::int64_t first, std::int64_t count) const {
+    return {tile(0, first), steps, least(count, groups - first), stride};
+  }
 };
 
 constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {

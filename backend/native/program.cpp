@@ -11,6 +11,9 @@
 namespace mtp {
 namespace {
 
+constexpr std::int64_t LARGE_BYTES = 1 << 17;      // what malloc has from the system by itself
+constexpr std::int64_t TAKES_UNTIL_TRIM = 1 << 11;  // those of some passes of a network
+
 thread_local Program* recording = nullptr;
 thread_local const char* operation = "";
 
@@ -37,30 +40,59 @@ void perform(Phase phase) {
   recording->phases_.push_back(std::move(phase));
 }
 
-Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
+namespace {
+
+std::int64_t bytes_of(at::IntArrayRef shape, at::ScalarType type) {
   std::int64_t bytes = std::int64_t(c10::elementSize(type));
   for (std::int64_t size : shape) bytes *= size;
-  Tensor* chosen = nullptr;
+  return bytes;
+}
+
+}  // namespace
+
+Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
+  std::int64_t bytes = bytes_of(shape, type);
+  Buffer* chosen = nullptr;
   // None of more than twice the size: what a program keeps would take it from all others.
-  for (Tensor& buffer : buffers_)
-    if (buffer.storage().use_count() == 1 && buffer.numel() >= bytes && buffer.numel() <= 2 * bytes &&
-        (!chosen || buffer.numel() < chosen->numel()))
+  for (Buffer& buffer : buffers_)
+    if (buffer.free() && buffer.bytes.numel() >= bytes && buffer.bytes.numel() <= 2 * bytes &&
+        (!chosen || buffer.bytes.numel() < chosen->bytes.numel()))
       chosen = &buffer;
   if (!chosen) {
-    buffers_.push_back(at::empty({std::max<std::int64_t>(bytes, 1)}, at::device(at::kCPU).dtype(at::kByte)));
-    chosen = &buffers_.back();
+    Tensor fresh = at::empty({std::max<std::int64_t>(bytes, 1)}, at::device(at::kCPU).dtype(at::kByte));
+    chosen = &buffers_.emplace_back(Buffer{std::move(fresh), false});
   }
-  return chosen->narrow(0, 0, bytes).view(type).view(shape);
+  chosen->taken = true;
+  // As at::empty makes a tensor, without operations of torch, which take longer than small kernels.
+  Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(chosen->bytes.storage()),
+                                                           c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                           c10::scalarTypeToTypeMeta(type));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return tensor;
+}
+
+void Pool::trim() {
+  auto unused = [](const Buffer& buffer) { return buffer.free() && !buffer.taken; };
+  buffers_.erase(std::remove_if(buffers_.begin(), buffers_.end(), unused), buffers_.end());
+  for (Buffer& buffer : buffers_) buffer.taken = false;
 }
 
 std::int64_t Pool::num_bytes() const {
   std::int64_t total = 0;
-  for (const Tensor& buffer : buffers_) total += buffer.numel();
+  for (const Buffer& buffer : buffers_) total += buffer.bytes.numel();
   return total;
 }
 
 Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type) {
-  return recording ? recording->pool_->take(shape, type) : at::empty(shape, at::device(at::kCPU).dtype(type));
+  if (recording) return recording->pool_->take(shape, type);
+  if (bytes_of(shape, type) < LARGE_BYTES) return at::empty(shape, at::device(at::kCPU).dtype(type));
+  thread_local Pool pool;
+  thread_local std::int64_t until_trim = TAKES_UNTIL_TRIM;
+  if (!--until_trim) {
+    pool.trim();
+    until_trim = TAKES_UNTIL_TRIM;
+  }
+  return pool.take(shape, type);
 }
 
 void Program::begin() {

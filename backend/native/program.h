@@ -37,14 +37,21 @@ class Operation {
   at::RecordFunction watch_;
 };
 
-// Memory of programs that run one at a time. What a program's tensors have left is there for the next ones.
+// Memory of tensors that are made in turn: what one has left is there for the next.
 class Pool {
  public:
   Tensor take(at::IntArrayRef shape, at::ScalarType type);
+  // Gives back what no tensor has and none has taken since the last time.
+  void trim();
   std::int64_t num_bytes() const;
 
  private:
-  std::vector<Tensor> buffers_;
+  struct Buffer {
+    Tensor bytes;
+    bool taken;
+    bool free() const { return bytes.storage().use_count() == 1; }
+  };
+  std::vector<Buffer> buffers_;
 };
 
 // The phases of all operations between `begin` and `end`, on the tensors that they had then. Tensors that operations
@@ -64,7 +71,8 @@ class Program {
   std::vector<Phase> phases_;
 };
 
-// A tensor without values, of the pool while a program is being recorded.
+// A tensor without values, of the program's pool while one is being recorded. Outside, large ones are of a pool of the
+// thread: malloc would have each of them from the system, in new pages that the system fills with zeros.
 Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type);
 
 inline Tensor new_tensor(at::IntArrayRef shape) { return new_tensor(shape, at::kBFloat16); }

@@ -72,6 +72,8 @@ def test_a_run_is_what_the_engine_generates(deepseek):
         (["--num-speculative-tokens", "16"], "num_speculative_tokens: got 16; allowed: "),
         (["--num-speculative-tokens", "-1"], "--num-speculative-tokens: got -1; allowed: "),
         (["--num-threads", "0"], "--num-threads: got 0; allowed: "),
+        (["--num-threads", "100000"], "--num-threads: got 100000; allowed: "),
+        (["--concurrency", "4097"], "max_num_seqs: got 4097; allowed: "),
         (["--prompt-tokens", "4096"], "--max-tokens: got 64; allowed: "),
         (["--output", __file__], f"--output: got '{__file__}'; allowed: a folder that can be made"),
     ],

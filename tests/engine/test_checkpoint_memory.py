@@ -20,11 +20,10 @@ from mtp_backend.models import build_networks
 from mtp_backend.ops import ops_for
 
 def parameters(directory):
-    dtype = torch.float32 if sys.argv[3] == "none" else torch.bfloat16
-    ops, draft_ops = with_int8_weights(ops_for("cpu"), sys.argv[3], dtype)
+    dtype = {"float32": torch.float32, "int8": torch.bfloat16}[sys.argv[3]]
+    ops = with_int8_weights(ops_for("cpu"), dtype) if sys.argv[3] == "int8" else ops_for("cpu")
     built = build_networks(
         Checkpoint(directory), num_mtp=1, dtype=dtype, device=torch.device("cpu"), max_positions=8, ops=ops,
-        draft_ops=draft_ops,
     )
     return [parameter for part in (built.target, *built.mtp) for parameter in part.parameters()]
 
@@ -51,15 +50,15 @@ def anonymous_bytes(process: subprocess.Popen) -> int:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "int8_weights"),
-    [(None, "none"), (fp8_blocks, "none"), (None, "all"), (fp8_blocks, "all")],
+    ("quantize", "held_as"),
+    [(None, "float32"), (fp8_blocks, "float32"), (None, "int8"), (fp8_blocks, "int8")],
     ids=["float32", "FP8", "to int8", "FP8 to int8"],
 )
-def test_the_network_is_held_once(quantize, int8_weights, directory, tmp_path):
+def test_the_network_is_held_once(quantize, held_as, directory, tmp_path):
     if quantize:
         directory = shutil.copytree(directory, tmp_path / "checkpoint")
         quantize(directory)
-    command = [sys.executable, "-c", LOAD, str(DEMO["deepseek"]), str(directory), int8_weights]
+    command = [sys.executable, "-c", LOAD, str(DEMO["deepseek"]), str(directory), held_as]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         before = peak = anonymous_bytes(process)
@@ -71,8 +70,8 @@ def test_the_network_is_held_once(quantize, int8_weights, directory, tmp_path):
         held, largest = json.loads(process.stdout.readline())
         peak = max(peak, anonymous_bytes(process))
         process.communicate("\n")
-    assert held > (60_000_000 if int8_weights == "none" else 15_000_000)
+    assert held > (60_000_000 if held_as == "float32" else 15_000_000)
     # A stripe is rounded in float32: its values, and those divided by the scale.
-    largest *= 1 if int8_weights == "none" else 8
+    largest *= 1 if held_as == "float32" else 8
     # At least that much was seen, some of it in memory that the first checkpoint left.
     assert held * 0.8 < peak - before < held * 1.1 + largest

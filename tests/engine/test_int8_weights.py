@@ -1,4 +1,4 @@
-"""Int8 weights on a CPU: drafts alone, where no token changes, or all, against weights that plain torch rounds."""
+"""Int8 weights on a CPU, against weights that plain torch rounds."""
 
 import shutil
 
@@ -24,8 +24,8 @@ SAMPLING = [SamplingParams(max_tokens=24 + 5 * own, ignore_eos=True, temperature
 
 
 def networks(path, int8_weights):
-    ops, draft_ops = with_int8_weights(ops_for("cpu"), int8_weights, BF16)
-    where = {"dtype": BF16, "device": CPU, "max_positions": 64, "ops": ops, "draft_ops": draft_ops}
+    ops = with_int8_weights(ops_for("cpu"), BF16) if int8_weights else ops_for("cpu")
+    where = {"dtype": BF16, "device": CPU, "max_positions": 64, "ops": ops}
     return build_networks(Checkpoint(path), num_mtp=1, **where)
 
 
@@ -33,38 +33,25 @@ def int8_names(module):
     return {name for name, parameter in module.named_parameters() if parameter.dtype == torch.int8}
 
 
-def engine(model, int8_weights, k=2, **options):
+def engine(model, k=2, **options):
     speculative = {"num_speculative_tokens": k} if k else None
-    return LLM(model, speculative, "bfloat16", int8_weights=int8_weights, num_threads=1, max_num_seqs=4, **options)
+    return LLM(model, speculative, "bfloat16", int8_weights=True, num_threads=1, max_num_seqs=4, **options)
 
 
 def texts(llm):
     return [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)]
 
 
-def test_int8_drafts_do_not_change_a_text(model):
-    plain, drafts = engine(model, "none"), engine(model, "draft")
-    expected = texts(engine(model, "none", k=0))
-    assert texts(plain) == texts(drafts) == expected
-    [module] = drafts.engine._drafter._modules
-    assert "shared_head.head.weight" in int8_names(module)
-    made = [llm.engine.totals.speculation.draft_acceptance_rate for llm in (plain, drafts)]
-    assert made[1] > made[0] - 0.05
-
-
-@pytest.mark.parametrize("int8_weights", ["draft", "all"])
 @pytest.mark.parametrize("k", [0, 2])
-def test_recorded_passes_are_the_same(model, int8_weights, k):
-    made = [texts(engine(model, int8_weights, k, graph_mode=mode)) for mode in ("eager", "recorded")]
+def test_recorded_passes_are_the_same(model, k):
+    made = [texts(engine(model, k, graph_mode=mode)) for mode in ("eager", "recorded")]
     assert made[0] == made[1]
 
 
 def test_drafts_do_not_change_a_text_of_int8_weights(model):
-    expected = texts(engine(model, "all", k=0))
-    assert texts(engine(model, "all", k=3)) == expected
-    assert [
-        engine(model, "all", k=1).generate(*own)[0].token_ids for own in zip(PROMPTS, SAMPLING, strict=True)
-    ] == expected
+    expected = texts(engine(model, k=0))
+    assert texts(engine(model, k=3)) == expected
+    assert [engine(model, k=1).generate(*own)[0].token_ids for own in zip(PROMPTS, SAMPLING, strict=True)] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,21 +67,16 @@ def test_which_weights(family, tmp_path):
 
     edit_tensors(path, share)
     checkpoint = Checkpoint(path)
-    for kind in ("none", "draft", "all"):
-        built = networks(path, kind)
+    for int8_weights in (False, True):
+        built = networks(path, int8_weights)
         [mtp] = built.mtp
-        own = {name.rpartition(".")[2] for name in int8_names(mtp)}
-        assert own == ({"weight", "gate_up", "down"} if kind != "none" else set())
-        assert int8_names(built.target) == (int8_names(networks(path, "all").target) if kind == "all" else set())
-        shared = {"none": True, "draft": False, "all": True}[kind]
-        assert (mtp.shared_head.head is built.target.lm_head) == shared
+        for network in (built.target, mtp):
+            own = {name.rpartition(".")[2] for name in int8_names(network)}
+            assert own == ({"weight", "gate_up", "down"} if int8_weights else set())
+        assert mtp.shared_head.head is built.target.lm_head
         parameters = {id(own): own for part in (built.target, mtp) for _, own in part.named_parameters()}
-        # Scales are float32; routers and their biases, which are too, are counted as the rest.
-        scales = {id(own) for part in (built.target, mtp) for name, own in part.named_parameters() if "_scale" in name}
-        sizes = [own.numel() * (2 if own.dtype == torch.float32 and key not in scales else own.itemsize)
-                 for key, own in parameters.items()]  # fmt: skip
-        assert summarize(checkpoint, BF16, 0, kind).loaded_bytes == sum(sizes)
-        traffic = step_traffic(checkpoint, BF16, kind)
+        assert summarize(checkpoint, BF16, 0, int8_weights).loaded_bytes == sum(own.nbytes for own in parameters.values())
+        traffic = step_traffic(checkpoint, BF16, int8_weights)
         assert traffic.draft.expert_bytes * 8 == sum(
             own.nbytes for name, own in mtp.named_parameters() if ".experts." in name
         )
@@ -121,8 +103,8 @@ def distance(first, second):
 
 
 @pytest.mark.parametrize("name", ["deepseek", "glm"])
-def test_all_is_the_network_with_rounded_weights(name, tmp_path):
-    made = networks(DEMO[name], "all")
+def test_it_is_the_network_with_rounded_weights(name, tmp_path):
+    made = networks(DEMO[name], True)
     names = int8_names(made.target)
     assert len(names) > 4 * 4
     path = shutil.copytree(DEMO[name], tmp_path / "rounded")
@@ -145,7 +127,7 @@ def test_all_is_the_network_with_rounded_weights(name, tmp_path):
                 torch.testing.assert_close(held, parameter, rtol=1e-6, atol=0)
     tokens = list(range(3, 60))
     mine, theirs, plain = (logits(own, tokens) for own in (made, reference, original))
-    in_bfloat16 = logits(networks(DEMO[name], "none"), tokens)
+    in_bfloat16 = logits(networks(DEMO[name], False), tokens)
     # No further from what the rounded weights give than bfloat16 is from float32.
     assert distance(mine, theirs) < 1.5 * distance(in_bfloat16, plain)
     assert distance(theirs, plain) > 0.002
@@ -154,25 +136,25 @@ def test_all_is_the_network_with_rounded_weights(name, tmp_path):
 def test_weights_that_a_checkpoint_holds_in_int8_stay_as_they_are(tmp_path):
     path = shutil.copytree(DEMO["glm"], tmp_path / "checkpoint")
     ascend_int8(path)
-    checkpoint, [module] = Checkpoint(path), networks(path, "draft").mtp
+    checkpoint, [module] = Checkpoint(path), networks(path, True).mtp
     layer = module.layer.self_attn.o_proj
     assert torch.equal(layer.weight, checkpoint.tensor("model.layers.4.self_attn.o_proj.weight"))
     scale = checkpoint.tensor("model.layers.4.self_attn.o_proj.weight_scale")
     assert torch.equal(layer.weight_scale, scale.flatten())
-    assert not int8_names(networks(path, "draft").target)
+    assert not int8_names(networks(path, False).target)
 
 
 def test_offsets_are_refused(tmp_path):
     path = shutil.copytree(DEMO["glm"], tmp_path / "checkpoint")
     ascend_int8(path, symmetric=False)
     with pytest.raises(CheckpointError, match="_offset' has values other than 0"):
-        networks(path, "all")
+        networks(path, True)
 
 
 def test_fp8_is_dequantised_and_rounded_again(tmp_path):
     path = shutil.copytree(DEMO["deepseek"], tmp_path / "checkpoint")
     held = fp8_blocks(path)
-    layer = networks(path, "all").target.model.layers[0].self_attn.o_proj
+    layer = networks(path, True).target.model.layers[0].self_attn.o_proj
     values, scale = rounded(held["model.layers.0.self_attn.o_proj.weight"])
     torch.testing.assert_close(layer.weight_scale, scale.flatten())
     assert (layer.weight.float() - values).abs().max() <= 1
@@ -187,20 +169,20 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path):
         tensors[name][3, 5] = float("inf")
 
     edit_tensors(path, edit)
-    networks(path, "none")
+    networks(path, False)
     with pytest.raises(CheckpointError, match=f"tensor '{name}' has a value that is not finite"):
-        networks(path, "draft")
+        networks(path, True)
 
 
 def test_inference_mode_of_the_caller_changes_nothing(model):
     with torch.inference_mode():
-        made = networks(model, "all")
-    assert int8_names(made.target) == int8_names(networks(model, "all").target) != set()
+        made = networks(model, True)
+    assert int8_names(made.target) == int8_names(networks(model, True).target) != set()
 
 
 def test_refused(model, monkeypatch):
-    with pytest.raises(InvalidArgument, match=r"int8_weights: got 'all'; allowed: none with dtype torch.float32"):
-        LLM(model, dtype="float32", int8_weights="all")
+    with pytest.raises(InvalidArgument, match=r"int8_weights: got True; allowed: false with dtype torch.float32"):
+        LLM(model, dtype="float32", int8_weights=True)
     monkeypatch.setattr("mtp_backend.engine.loading.ops_for", lambda *_: ReferenceOps())
-    with pytest.raises(InvalidArgument, match="int8_weights: got 'draft'; allowed: none without the native operations"):
-        LLM(model, dtype="bfloat16", int8_weights="draft")
+    with pytest.raises(InvalidArgument, match="int8_weights: got True; allowed: false without the native operations"):
+        LLM(model, dtype="bfloat16", int8_weights=True)

@@ -7,7 +7,7 @@ import torch
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
-from mtp_backend.errors import InvalidArgument
+from mtp_backend.errors import CheckpointError, InvalidArgument
 from mtp_backend.sampling.noise import sample_seed
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -151,6 +151,8 @@ def test_wrong_parameters(llm, works, params, monkeypatch):
         ({"max_model_len": 1}, "^max_model_len: got 1; allowed: an integer ≥ 2$"),
         ({"kv_cache_bytes": 1}, "^kv_cache_bytes: got 1; allowed: at least [0-9]+ .*max_model_len = 4096"),
         ({"block_size": 0}, "^block_size: got 0; "),
+        ({"num_threads": 10**9}, "^num_threads: got 1000000000; allowed: an integer in 1 … [0-9]+$"),
+        ({"num_threads": 10**30}, "^num_threads: got 10{30}; allowed: an integer in 1 … [0-9]+$"),
         ({"dtype": "float16"}, "^dtype: got 'float16'; allowed: one of auto, bfloat16, float32$"),
         ({"device": "npu"}, "^device: got 'npu'; "),
         (
@@ -166,6 +168,28 @@ def test_wrong_options(deepseek, options, message, monkeypatch):
     """Refused before anything is loaded."""
     monkeypatch.setattr("mtp_backend.engine.loading.build_networks", None)
     with pytest.raises(InvalidArgument, match=message):
+        LLM(deepseek, **options)
+
+
+@pytest.mark.parametrize("int8_weights", [False, True])
+def test_more_than_memory_holds(deepseek, int8_weights, monkeypatch):
+    """The bounds are those of the weights and the pool that an engine really has."""
+    options = {"dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 2, "int8_weights": int8_weights}
+    networks = Engine(EngineConfig(deepseek, num_threads=1, **options))._runner._target._context
+    weights = sum(parameter.nbytes for parameter in networks.networks.target.parameters())
+    pool = sum(part.nbytes for layer in networks.target_caches for part in layer)
+    monkeypatch.setattr("mtp_backend.engine.loading.build_networks", None)
+    monkeypatch.setattr("mtp_backend.engine.loading.available_memory", lambda: weights + pool - 1)
+    message = (
+        rf"^kv_cache_bytes: got {10**30}; allowed: at most {pool - 1} \(available memory, {weights + pool - 1} bytes"
+    )
+    with pytest.raises(InvalidArgument, match=message):
+        LLM(deepseek, kv_cache_bytes=10**30, **options)
+    monkeypatch.setattr("mtp_backend.engine.loading.available_memory", lambda: weights - 1)
+    with pytest.raises(CheckpointError, match=f"weights take {weights} bytes; available memory: {weights - 1} bytes$"):
+        LLM(deepseek, **options)
+    monkeypatch.setattr("mtp_backend.engine.loading.available_memory", lambda: weights + pool)
+    with pytest.raises(TypeError, match="NoneType.*callable"):  # so far as to build the networks
         LLM(deepseek, **options)
 
 

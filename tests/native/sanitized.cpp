@@ -40,7 +40,7 @@ int products(std::int64_t m, std::int64_t n, std::int64_t k) {
   kernels::head_along(head, 0, kernels::head_along_items(head));
   auto across = rounded;
   head.n_stride = 1, head.k_stride = n, head.y = across.data();
-  kernels::head_across(head, 0, kernels::head_across_items(head));
+  kernels::head_pairs(head, 0, kernels::head_pairs_items(head));
   return wrong + (across != rounded);
 }
 

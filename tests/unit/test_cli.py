@@ -195,6 +195,13 @@ def test_port_in_use(supervised, command, capsys):
     assert f"--grpc-port: got {command[5]}; allowed: a port that can be had on 127.0.0.1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("most_files", "warned"), [(1023, True), (1024, False)])
+def test_few_files(supervised, command, caplog, monkeypatch, most_files, warned):
+    monkeypatch.setattr(serve.resource, "getrlimit", lambda _: (256, most_files))
+    assert cli.main(command) == 5
+    assert (f"only {most_files} files may be open (ulimit -H -n)" in caplog.text) == warned
+
+
 def test_one_port_twice(supervised, command, capsys):
     command[7] = command[3]
     assert cli.main(command) == 2

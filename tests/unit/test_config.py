@@ -16,7 +16,7 @@ WRONG = {
     "max_model_len": (*WRONG_INTEGERS, 1),
     "block_size": (*WRONG_INTEGERS, 1025),
     "kv_cache_bytes": (*WRONG_INTEGERS, None, "1GB"),
-    "max_num_seqs": (*WRONG_INTEGERS, None),
+    "max_num_seqs": (*WRONG_INTEGERS, None, 4097, 10**30),
     "max_num_batched_tokens": (*WRONG_INTEGERS, None),
     "prefill_chunk_size": (*WRONG_INTEGERS, None),
     "max_queue_size": (-1, 1.0, True, "1", None),
@@ -30,7 +30,7 @@ WRONG = {
     "attention_strategy": ("batch_expansion", "chunked_prefill", "", None, 1),  # of a CPU
     "multistream_shared_expert": (True, 1, None, "true", [False]),  # true on a CPU
     "weight_prefetch_bytes": (-1, 1, None, 0.5, True),  # 1 on a CPU
-    "int8_weights": ("int8", "", "All", None, True, ["all"]),
+    "int8_weights": ("int8", "", "true", None, 1, 0, [True]),
     "num_threads": WRONG_INTEGERS,
 }
 WRONG_SPECULATIVE = {
@@ -203,10 +203,10 @@ def test_graphs_make_a_fixed_number_of_drafts(speculative):
 
 
 def test_int8_weights():
-    config = EngineConfig("somewhere", int8_weights="draft")
+    config = EngineConfig("somewhere", int8_weights=True)
     assert EngineConfig.from_dict(json.loads(config.to_json())) == config
-    with pytest.raises(InvalidArgument, match="int8_weights: got 'all'; allowed: none with device npu"):
-        EngineConfig("somewhere", device="npu", int8_weights="all")
+    with pytest.raises(InvalidArgument, match="int8_weights: got True; allowed: false with device npu"):
+        EngineConfig("somewhere", device="npu", int8_weights=True)
 
 
 def test_multistream_shared_expert():

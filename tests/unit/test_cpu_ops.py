@@ -137,13 +137,22 @@ def test_an_unknown_expert_is_refused():
         OPS.grouped_experts(normal(1, 8), normal(4, 8, 8), normal(4, 8, 4), ids, torch.rand(1, 2))
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(7, 5, 1), (100, 24, 9), (512, 128, 19), (530, 200, 40)])
+# Many tokens, matrices that are packed in parts, and rows of each as long as may be.
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens"),
+    [(7, 5, 1), (100, 24, 9), (512, 128, 19), (530, 200, 40), (96, 40, 600), (70, 2048, 66)],
+)
 def test_head_linear_with_rows_along_either_side(outputs, inputs, tokens):
     x, weight = normal(tokens, 3, inputs + 6)[..., 2:-4], normal(3, outputs, inputs) / inputs**0.5
     expected = REFERENCE.head_linear(*wide(x, weight))
     across = weight.mT.contiguous().mT
     for matrix in (weight, across):
         check(rows_alone(lambda rows, own=matrix: OPS.head_linear(x[rows], own), tokens), expected)
+
+
+def test_head_linear_of_longer_rows_is_refused():
+    with pytest.raises(RuntimeError, match="x: rows of 2049; allowed: up to 2048"):
+        OPS.head_linear(normal(1, 1, 2049), normal(1, 1, 2049))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 3), (32, 1024), (13, 100)])

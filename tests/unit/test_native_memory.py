@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = [
-    f"{name}.cpp" for name in ("linear", "heads", "heads_across", "experts", "elementwise", "routing", "most_likely")
+    f"{name}.cpp" for name in ("linear", "heads", "heads_pairs", "experts", "elementwise", "routing", "most_likely")
 ]
 
 

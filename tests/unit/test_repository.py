@@ -106,7 +106,7 @@ def test_draft_model(tmp_path, monkeypatch, values):
         ("kv_cache_bytes=", "kv_cache_bytes: got ''; allowed: a number"),
         ("dtype=float16", "dtype: got 'float16'; allowed: one of auto, bfloat16, float32"),
         ("device=gpu", "device: got 'gpu'; allowed: one of cpu, npu"),
-        ("max_num_seqs=0", "max_num_seqs: got 0; allowed: an integer ≥ 1"),
+        ("max_num_seqs=0", "max_num_seqs: got 0; allowed: an integer in 1 … 4096"),
         ("max_num_batched_tokens=10", "max_num_batched_tokens: got 10; allowed: an integer ≥ 48"),
         ("kv_cache_bytes=0", "kv_cache_bytes: got 0"),
         ("num_threads=0", "num_threads: got 0"),

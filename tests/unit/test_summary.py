@@ -131,3 +131,9 @@ def test_the_command_prints_json_and_a_table(capsys):
 def test_a_missing_directory_is_refused(capsys):
     assert main(["inspect", "/nowhere"]) == 1
     assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "-1", "1e7"])
+def test_memory_that_cannot_be_is_refused(capsys, memory):
+    assert main(["inspect", str(CHECKPOINTS / "deepseek-demo"), "--memory", memory]) == 2
+    assert f"--memory: got {float(memory)}; allowed: a number in [0, 1e+06]" in capsys.readouterr().err

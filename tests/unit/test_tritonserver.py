@@ -18,7 +18,9 @@ def installation(tmp_path, monkeypatch):
     for name in (*tritonserver.RUNTIME, tritonserver.STUB):
         (backend / name).write_text(name)
     program = root / "bin" / "tritonserver"
-    program.write_text('#!/bin/sh\necho "$@"; echo "$PATH"; echo "$LD_LIBRARY_PATH"; ulimit -S -d; ulimit -H -d\n')
+    program.write_text(
+        '#!/bin/sh\necho "$@"; echo "$PATH"; echo "$LD_LIBRARY_PATH"; ulimit -S -d; ulimit -H -d; ulimit -S -n\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("TRITONSERVER_BIN", str(program))
     return root
@@ -31,10 +33,12 @@ def test_install(installation, tmp_path):
         assert (python / name).read_text() == name and not (python / name).is_symlink()
     assert os.access(python / tritonserver.STUB, os.X_OK)
     assert "class TritonPythonModel" in (tmp_path / "server" / "backends" / "mtp" / "model.py").read_text()
-    lines = subprocess.run([launcher, "--http-port=5"], capture_output=True, text=True, check=True).stdout.splitlines()
+    few = ["sh", "-c", 'ulimit -S -n 200; ulimit -H -n 300; exec "$@"', "sh"]
+    run = subprocess.run([*few, launcher, "--http-port=5"], capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
     assert lines[0] == f"--backend-directory={tmp_path}/server/backends --http-port=5"
     assert lines[1].startswith(f"{os.path.dirname(os.sys.executable)}:")
-    assert lines[3:] == [str(tritonserver.SERVER_MEMORY_KIB), "unlimited"]
+    assert lines[3:] == [str(tritonserver.SERVER_MEMORY_KIB), "unlimited", "300"]
 
 
 def test_install_again(installation, tmp_path):

@@ -119,6 +119,6 @@ def quantize(name: str, stripes: Stripes, destination: Tensor, scale: Tensor) ->
         values = values.float()
         largest = torch.maximum(values.amax(1), -values.amin(1))
         if not torch.isfinite(largest).all():
-            raise CheckpointError(f"tensor {name!r} has a value that is not finite; allowed with int8_weights: none")
+            raise CheckpointError(f"tensor {name!r} has a value that is not finite; allowed without int8_weights only")
         scale[stripe] = torch.where(largest > 0, largest / LARGEST, 1.0)
         destination[stripe].copy_((values / scale[stripe, None]).round_())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_backend import checks
 from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.commit import commit
 from mtp_backend.engine.counters import EngineTotals
@@ -21,6 +22,7 @@ from mtp_backend.engine.sequence import Sequence
 from mtp_backend.engine.stopwatch import Stopwatch
 from mtp_backend.engine.verifier import Verdict
 from mtp_backend.graphs import Rows
+from mtp_backend.host import num_processors
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
 from mtp_backend.sampling.structured import StructuredOutput
@@ -59,6 +61,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         if config.num_threads is not None:
+            checks.integer("num_threads", config.num_threads, 1, num_processors())
             torch.set_num_threads(config.num_threads)
         model = load(config)
         config = model.config

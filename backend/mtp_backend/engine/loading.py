@@ -15,12 +15,14 @@ from mtp_backend.config import EngineConfig
 from mtp_backend.engine.commit import EndRules
 from mtp_backend.engine.tokenizer import load_tokenizer
 from mtp_backend.engine.verifier import Verifier
-from mtp_backend.errors import InvalidArgument
+from mtp_backend.errors import CheckpointError, InvalidArgument
 from mtp_backend.graphs import Execution, GraphContext, execution_for, make_buckets, num_dummy_blocks
 from mtp_backend.graphs.inductor import check_inductor
+from mtp_backend.host import available_memory
 from mtp_backend.models import build_networks
 from mtp_backend.models.build import target_config
 from mtp_backend.models.mtp_source import mtp_source
+from mtp_backend.models.weight_bytes import target_bytes
 from mtp_backend.ops import ops_for, with_int8_weights
 from mtp_backend.ops.npu_model_rules import check_model, check_ways
 from mtp_backend.ops.npu_rules import MOST_LATENT_ROWS
@@ -80,12 +82,18 @@ def load(config: EngineConfig) -> Loaded:
         check_ways(model, dtype, config.graph_mode, config.attention_strategy)
     if config.graph_mode == "inductor":
         check_inductor(model, dtype)
-    ops, draft_ops = with_int8_weights(ops, config.int8_weights, dtype)
+    if config.int8_weights:
+        ops = with_int8_weights(ops, dtype)
     num_draft_layers = config.speculative.num_draft_layers if config.speculative else 0
     shapes = model.cache_shapes(num_draft_layers)
-    num_blocks = _num_blocks(config, longest, bytes_per_block(shapes, config.block_size, dtype))
+    block_bytes = bytes_per_block(shapes, config.block_size, dtype)
+    num_blocks = _num_blocks(config, longest, block_bytes)
     max_blocks = -(-longest // config.block_size)
     execution = execution_for(config, model, ops, dtype, max_blocks)
+    buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
+    dummy_blocks = num_dummy_blocks(buckets, config.block_size) if execution.pads else 0
+    if config.device == "cpu":
+        _check_memory(config, checkpoint, dtype, (num_blocks + dummy_blocks) * block_bytes)
     networks = build_networks(
         checkpoint,
         num_mtp=min(num_draft_layers, source.num_modules if source else 0),
@@ -94,11 +102,8 @@ def load(config: EngineConfig) -> Loaded:
         # Dummy requests stand at the first positions, wherever in a block.
         max_positions=max(longest, MOST_LATENT_ROWS, config.block_size),
         ops=ops,
-        draft_ops=draft_ops,
         mtp_source=source,
     )
-    buckets = make_buckets(config.max_num_seqs, 1 + config.num_drafts, config.graph_capture_sizes)
-    dummy_blocks = num_dummy_blocks(buckets, config.block_size) if execution.pads else 0
     cache = KVCache(shapes, num_blocks + dummy_blocks, config.block_size, dtype, device)
     context = GraphContext(
         networks,
@@ -126,3 +131,18 @@ def _num_blocks(config: EngineConfig, max_model_len: int, block_bytes: int) -> i
             f"at least {longest * block_bytes} (one sequence of max_model_len = {max_model_len} tokens)",
         )
     return min(affordable, longest * config.max_num_seqs)
+
+
+def _check_memory(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, pool_bytes: int) -> None:
+    """Refuses what this process's memory cannot hold: nobody would survive it, since pages are taken on first use."""
+    available, weights = available_memory(), target_bytes(checkpoint, dtype, config.int8_weights)
+    if weights > available:
+        raise CheckpointError(
+            f"{checkpoint.directory}: the target's weights take {weights} bytes; available memory: {available} bytes"
+        )
+    if pool_bytes > available - weights:
+        raise InvalidArgument(
+            "kv_cache_bytes",
+            config.kv_cache_bytes,
+            f"at most {available - weights} (available memory, {available} bytes, less {weights} of weights)",
+        )

@@ -89,22 +89,19 @@ def build_networks(
     device: torch.device,
     max_positions: int,
     ops: Ops,
-    draft_ops: Ops | None = None,
     mtp_source: MtpLayout | None = None,
 ) -> Networks:
     """Builds and fills the networks. Configuration errors are raised before memory is taken.
 
     Args:
         num_mtp: how many MTP modules to build, the first ones.
-        draft_ops: operations of the MTP modules where they are others than the target's, `ops`; a head that both share
-            is then loaded a second time, for them.
         mtp_source: where they are; None for the checkpoint itself.
 
     Raises:
         CheckpointError: unknown model_type, bad configuration, too few MTP modules, missing, misshapen or
             unaccounted tensor.
     """
-    config, draft_ops = target_config(checkpoint), draft_ops or ops
+    config = target_config(checkpoint)
     family, own_mtp = family_of(checkpoint), find_mtp(checkpoint)
     source = mtp_source or own_mtp
     if num_mtp > source.num_modules:
@@ -119,19 +116,14 @@ def build_networks(
         target = CausalLM(config, layers, ops)
     check_tensors(target, checkpoint)
     _check_all_read(checkpoint, config, target, own_mtp)
-    mtp = [_plan_mtp(family, config, index, source, checkpoint, dtype, draft_ops) for index in range(num_mtp)]
+    mtp = [_plan_mtp(family, config, index, source, checkpoint, dtype, ops) for index in range(num_mtp)]
     _fill(target, checkpoint, device, ops)
-    head = target.lm_head
-    if draft_ops is not ops and any(module.shared_head.head is None for module in mtp):
-        with torch.device("meta"), _default_dtype(dtype):
-            head = Linear(config.hidden_size, config.vocab_size, draft_ops)
-        _fill(head, checkpoint, device, draft_ops, lambda own: f"lm_head.{own}")
     for index, module in enumerate(mtp):
-        _fill(module, source.checkpoint, device, draft_ops, partial(source.name, index))
+        _fill(module, source.checkpoint, device, ops, partial(source.name, index))
         if module.embed_tokens is None:
             module.embed_tokens = target.model.embed_tokens
         if module.shared_head.head is None:
-            module.shared_head.head = head
+            module.shared_head.head = target.lm_head
     # Nothing is differentiated, so that nobody who runs the networks needs torch.inference_mode().
     for network in (target, *mtp):
         network.requires_grad_(False)

@@ -48,7 +48,7 @@ class Summary:
     max_context: int
 
 
-def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int, int8_weights: str = "none") -> Summary:
+def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int, int8_weights: bool = False) -> Summary:
     """Reads config.json and the headers of the weight files.
 
     Args:
@@ -64,7 +64,6 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int, int
     formats: Counter[str] = Counter()
     stored_bytes: dict[str, int] = defaultdict(int)
     loaded = 0
-    int8 = {False: int8_weights == "all", True: int8_weights != "none"}  # by whether a tensor is an MTP layer's
     for name in sorted(checkpoint.names):
         kind, shape = checkpoint.stored(name)
         size = math.prod(shape)
@@ -73,9 +72,7 @@ def summarize(checkpoint: Checkpoint, dtype: torch.dtype, memory_bytes: int, int
         stored_bytes["MTP layer" if is_mtp else _part(name)] += size * FORMAT_BYTES.get(kind, 0)
         shared = is_mtp and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         if not shared and not name.endswith(checkpoint.numbers.auxiliary):
-            loaded += weight_bytes(checkpoint, name, dtype, int8[is_mtp])
-        if name == "lm_head.weight" and int8[True] and not int8[False] and layout.num_modules:
-            loaded += weight_bytes(checkpoint, name, dtype, True)  # the copy for drafts
+            loaded += weight_bytes(checkpoint, name, dtype, int8_weights)
     mtp = _readiness(layout)
     num_layers = config.num_hidden_layers if layout.kind == RAW else 0
     shapes = config.cache_shapes(int(mtp == "ready"))

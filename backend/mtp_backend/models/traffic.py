@@ -74,7 +74,7 @@ class StepTraffic:
         return (1 + num_accepted) * plain / self.bytes(batch_size, len(rates), context, num_accepted)
 
 
-def step_traffic(checkpoint: Checkpoint, dtype: torch.dtype, int8_weights: str = "none") -> StepTraffic:
+def step_traffic(checkpoint: Checkpoint, dtype: torch.dtype, int8_weights: bool = False) -> StepTraffic:
     """Reads config.json and the headers of the weight files.
 
     Args:
@@ -85,20 +85,19 @@ def step_traffic(checkpoint: Checkpoint, dtype: torch.dtype, int8_weights: str =
         CheckpointError: config.json or a header is malformed, or there is no target in the checkpoint.
     """
     config, layout = target_config(checkpoint), find_mtp(checkpoint)
-    int8 = {"target": int8_weights == "all", "draft": int8_weights != "none"}
     dense, routed = {"target": 0, "draft": 0}, {"target": 0, "draft": 0}
     for name in checkpoint.names:
         module = layout.module_of(name)
         if module not in (None, 0) or name.endswith(("embed_tokens.weight", *checkpoint.numbers.auxiliary)):
             continue
         part = "target" if module is None else "draft"
-        size = weight_bytes(checkpoint, name, dtype, int8[part])
+        size = weight_bytes(checkpoint, name, dtype, int8_weights)
         if ".experts." in name:
             routed[part] += size
         elif not name.endswith("shared_head.head.weight"):
             dense[part] += size
         if name.endswith("lm_head.weight"):
-            dense["draft"] += weight_bytes(checkpoint, name, dtype, int8["draft"])  # read again, or a copy of it
+            dense["draft"] += weight_bytes(checkpoint, name, dtype, int8_weights)  # read again
     shapes = config.cache_shapes(1)
     cached = {"target": shapes[: config.num_hidden_layers], "draft": shapes[config.num_hidden_layers :]}
     target, draft = (

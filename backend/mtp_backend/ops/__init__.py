@@ -49,8 +49,8 @@ def ops_for(
     return NpuOps(attention_strategy, multistream, prefetch_bytes)
 
 
-def with_int8_weights(ops: Ops, int8_weights: str, dtype: torch.dtype) -> tuple[Ops, Ops]:
-    """The operations of the target and those of the MTP layers for a value of `EngineConfig.int8_weights`.
+def with_int8_weights(ops: Ops, dtype: torch.dtype) -> Ops:
+    """The operations of networks whose weights are rounded to int8 (`EngineConfig.int8_weights`).
 
     Args:
         ops: those of the device, for weights as they are.
@@ -59,13 +59,10 @@ def with_int8_weights(ops: Ops, int8_weights: str, dtype: torch.dtype) -> tuple[
     Raises:
         InvalidArgument: there are no products of int8 weights for that.
     """
-    if int8_weights == "none":
-        return ops, ops
     if dtype is not torch.bfloat16:
-        raise InvalidArgument("int8_weights", int8_weights, f"none with dtype {dtype}, or dtype bfloat16")
+        raise InvalidArgument("int8_weights", True, f"false with dtype {dtype}, or dtype bfloat16")
     if not ops.recordable:
-        raise InvalidArgument("int8_weights", int8_weights, "none without the native operations (./build.sh setup)")
+        raise InvalidArgument("int8_weights", True, "false without the native operations (./build.sh setup)")
     from mtp_backend.ops.cpu import CpuOps
 
-    with_int8 = CpuOps(int8=True)
-    return (with_int8 if int8_weights == "all" else ops), with_int8
+    return CpuOps(int8=True)

@@ -12,12 +12,13 @@ from tqdm import tqdm
 
 from mtp_backend import checks
 from mtp_backend.checkpoint import Checkpoint
-from mtp_backend.config import SpeculativeConfig
+from mtp_backend.config import EngineConfig, SpeculativeConfig
 from mtp_backend.engine.bandwidth import read_bandwidth
 from mtp_backend.engine.measure import Bench, Decoding
 from mtp_backend.engine.operations import operation_seconds
 from mtp_backend.engine.tokenizer import encode, load_tokenizer
 from mtp_backend.errors import InvalidArgument
+from mtp_backend.host import num_processors
 from mtp_backend.models.build import target_config
 from mtp_backend.models.summary import summarize
 from mtp_backend.models.traffic import StepTraffic, step_traffic
@@ -64,7 +65,7 @@ def show(
     max_tokens: int,
     rounds: int,
     num_threads: int | None,
-    int8_weights: str,
+    int8_weights: bool,
     output: Path | None,
 ) -> None:
     """Measures and prints a table; writes bench.json and bench.png into the folder `output`, if any.
@@ -110,7 +111,7 @@ def show(
 
 
 def prepare(
-    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: str = "none"
+    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: bool = False
 ) -> tuple[Bench, StepTraffic, float]:
     """The engines, what a step of theirs reads, and the read bandwidth over as much memory as the weights take."""
     files = Checkpoint(checkpoint)
@@ -119,15 +120,17 @@ def prepare(
     if longest > config.max_position_embeddings:
         raise InvalidArgument("--max-tokens", load.max_tokens, f"prompt and output in {config.max_position_embeddings}")
     if num_threads is not None:
-        checks.integer("--num-threads", num_threads, 1)
+        checks.integer("--num-threads", num_threads, 1, num_processors())
         torch.set_num_threads(num_threads)
     # Before the engines take memory, so that the buffer does not come on top of them.
     bandwidth = read_bandwidth(summarize(files, files.dtype, 0, int8_weights).loaded_bytes)
+    most = max(load.concurrency)
     bench = Bench(
         str(checkpoint),
         max(load.num_drafts),
         max_model_len=longest,
-        max_num_seqs=max(load.concurrency),
+        max_num_seqs=most,
+        max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, most * (1 + max(load.num_drafts))),
         int8_weights=int8_weights,
         num_threads=num_threads,
     )

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtp_backend.config import INT8_WEIGHTS
 from mtp_backend.environment import start_again
 from mtp_backend.errors import InvalidArgument, MtpError
 from mtp_backend.serving import serve, tritonserver
@@ -52,10 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show what is in a checkpoint and what it takes to serve it")
     inspect.add_argument("checkpoint", type=Path)
     inspect.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory"
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache in memory (bfloat16)"
     )
-    inspect.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none", help="which weights are int8 (none)")
-    inspect.add_argument("--memory", type=float, default=16, metavar="GIB", help="memory for weights and cache")
+    inspect.add_argument("--int8-weights", action="store_true", help="with weights rounded to int8")
+    inspect.add_argument("--memory", type=float, default=16, metavar="GIB", help="memory for weights and cache (16)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
@@ -68,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[1],
         metavar="K",
-        help="drafts a step, one run for each",
+        help="drafts a step, one run for each (1)",
     )
     acceptance.add_argument("--max-tokens", type=int, default=64, help="most tokens generated for a prompt (64)")
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
@@ -79,17 +78,27 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed here, its limit, and how many drafts pay")
     bench.add_argument("checkpoint", type=Path)
     bench.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="sequences that decode together"
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16],
+        metavar="N",
+        help="sequences that decode together (1 4 16)",
     )
     bench.add_argument(
-        "--num-speculative-tokens", type=int, nargs="+", default=[0, 1, 2, 3], metavar="K", help="drafts a step"
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2, 3],
+        metavar="K",
+        help="drafts a step (0 1 2 3)",
     )
     bench.add_argument("--prompts", type=Path, metavar="FILE", help="text, one prompt a line (random tokens)")
     bench.add_argument("--prompt-tokens", type=int, default=128, help="length of a random prompt (128)")
     bench.add_argument("--max-tokens", type=int, default=64, help="tokens generated for a prompt (64)")
     bench.add_argument("--rounds", type=int, default=3, help="runs of each combination, all of them in each round (3)")
     bench.add_argument("--num-threads", type=int, help="threads of the tensor library (torch's own choice)")
-    bench.add_argument("--int8-weights", choices=INT8_WEIGHTS, default="none", help="which weights are int8 (none)")
+    bench.add_argument("--int8-weights", action="store_true", help="with weights rounded to int8")
     bench.add_argument("--output", type=Path, metavar="DIR", help="folder for bench.json and bench.png")
     bench.set_defaults(run=_bench)
 

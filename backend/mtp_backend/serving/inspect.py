@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from mtp_backend import checks
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.models.summary import Summary, summarize
 
 GIB = 1 << 30
+MOST_GIB = 1e6
 LAYOUTS = {
     "raw": "published checkpoint",
     "nextn": "MTP layer alone, SGLang NextN; for speculative.draft_model",
@@ -19,14 +21,15 @@ LAYOUTS = {
 }
 
 
-def show(directory: Path, dtype: str, memory_gib: float, int8_weights: str, as_json: bool) -> None:
+def show(directory: Path, dtype: str, memory_gib: float, int8_weights: bool, as_json: bool) -> None:
     """Prints the summary of a checkpoint as a table or as JSON."""
+    checks.number("--memory", memory_gib, 0, MOST_GIB)
     summary = summarize(Checkpoint(directory), getattr(torch, dtype), int(memory_gib * GIB), int8_weights)
     print(json.dumps(asdict(summary), indent=2) if as_json else _table(summary, dtype, memory_gib, int8_weights))
 
 
-def _table(summary: Summary, dtype: str, memory_gib: float, int8_weights: str) -> str:
-    formats = dtype if int8_weights == "none" else f"{dtype}, int8 {int8_weights}"
+def _table(summary: Summary, dtype: str, memory_gib: float, int8_weights: bool) -> str:
+    formats = f"{dtype}, int8" if int8_weights else dtype
     rows = [
         ("family", summary.model_type),
         ("layout", LAYOUTS[summary.layout]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from mtp_backend.serving.service import Service
 from mtp_backend.serving.shared_memory import Regions
 from mtp_backend.serving.supervisor import Supervisor
 
+log = logging.getLogger("mtp.serve")
+FEW_FILES = 1024
 EPILOG = """exit codes: 0 ended by SIGTERM or SIGINT; 1 no server is installed; 2 wrong arguments or configuration, or a
 port in use; 3 the server did not start; 4 it was started again too often without success; 5 ended by a signal with
 requests cut off. A second signal ends it at once."""
@@ -25,11 +28,11 @@ requests cut off. A second signal ends it at once."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.epilog = EPILOG
-    parser.add_argument("repository", type=Path)
+    parser.add_argument("repository", type=Path, help="folder made by `mtp repository create`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--http-port", type=_port, default=8000)
-    parser.add_argument("--grpc-port", type=_port, default=8001)
-    parser.add_argument("--metrics-port", type=_port, default=8002)
+    parser.add_argument("--http-port", type=_port, default=8000, metavar="PORT", help="8000")
+    parser.add_argument("--grpc-port", type=_port, default=8001, metavar="PORT", help="8001")
+    parser.add_argument("--metrics-port", type=_port, default=8002, metavar="PORT", help="8002")
     parser.add_argument(
         "--key-file", type=Path, help="file of the key that opens the administrative endpoints (nobody can)"
     )
@@ -64,6 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     launcher = tritonserver.install(tritonserver.directory())
     logging.basicConfig(level=logging.INFO, format="mtp serve: %(message)s", stream=sys.stderr)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files < FEW_FILES:
+        log.warning("only %d files may be open (ulimit -H -n), of which each connection is one: raise this", most_files)
     options = tritonserver.arguments(arguments.repository, arguments.drain_seconds, traced=bool(config.otlp_endpoint))
     options += reached.options()
     service = Service(

@@ -23,6 +23,8 @@ LAUNCHER = """#!/bin/sh
 # Runs the Triton server with this environment's Python and with the mtp backend.
 # It takes the memory that a request's shape asks for before it looks at the shape: beyond this it ends, not the host.
 ulimit -S -d {memory} 2>/dev/null || true
+# Each connection is an open file. Without one to be had its HTTP port tries again at once, for ever, and logs it.
+ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 PATH="{bin}:$PATH" LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" \\
   exec "{server}" --backend-directory="{backends}" "$@"
 """

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     loop.add_argument("--rate", type=float, help="so many a second, whatever the server does (open loop)")
     load.add_argument("--distribution", choices=("poisson", "constant"), default="poisson", help="of --rate's arrivals")
     load.add_argument("--seed", type=int, default=0, help="of --rate's arrivals")
-    load.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer")
+    load.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer (600)")
     load.add_argument("--png", type=Path, metavar="FILE", help="draw the distributions")
     load.set_defaults(run=_load)
     gateway = commands.add_parser("gateway", help="serve OpenAI's HTTP interface and a page that shows speculation")
@@ -85,14 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     tls.add_options(gateway)
     gateway.add_argument("--model", default="generate", help="model of the server; default generate")
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
-    gateway.add_argument("--port", type=int, default=9000)
+    gateway.add_argument("--port", type=int, default=9000, help="default 9000")
     gateway.add_argument("--api-key", help="key that requests must bring; better in the variable MTP_GATEWAY_API_KEY")
     gateway.add_argument("--tokenizer", type=Path, metavar="DIR", help="checkpoint whose chat template is used")
     gateway.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="chat template in place of the checkpoint's"
     )
     gateway.add_argument("--served-model-name", metavar="NAME", help="default: the name of --tokenizer DIR, or mtp")
-    gateway.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer")
+    gateway.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds to wait for each part of an answer (600)"
+    )
     gateway.set_defaults(run=_gateway)
     return parser
 

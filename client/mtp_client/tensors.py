@@ -7,7 +7,6 @@ one ([1, n]).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from operator import index
 from types import MappingProxyType
@@ -68,15 +67,16 @@ def priority_option(priority: int) -> dict[str, Any]:
 def generate_options(priority: int, deadline: float | None) -> dict[str, Any]:
     """What `generate` takes beside sampling parameters: `priority`, and `timeout` in µs.
 
-    Raises InvalidArgument: no positive deadline.
+    Raises InvalidArgument: a deadline that can be none.
     """
     return priority_option(priority) | ({} if deadline is None else {"timeout": microseconds(deadline)})
 
 
 def microseconds(deadline: float) -> int:
-    """A deadline in seconds in µs, 1 at least. Raises InvalidArgument: it is not positive."""
-    if not 0 < deadline < math.inf:
-        raise InvalidArgument(f"deadline: value {deadline!r}; allowed: more than 0 s, or None")
+    """A deadline in seconds in µs, 1 at least. Raises InvalidArgument: it is none of (0, 1e9]."""
+    good = isinstance(deadline, (int, float)) and not isinstance(deadline, bool) and 0 < deadline <= 1e9
+    if not good:
+        raise InvalidArgument(f"deadline: value {deadline!r}; allowed: more than 0 s, up to 1e9 s, or None")
     return max(1, int(deadline * 1e6))
 
 

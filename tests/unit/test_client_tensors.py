@@ -102,7 +102,7 @@ def test_priority_and_deadline_of_a_text():
     assert json.loads(inputs["sampling_parameters"].item()) == {"seed": 1, "priority": 3, "timeout": 2_000_000}
 
 
-@pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan"), 1e30, 10**400, True, "1", [1]])
 def test_wrong_deadline(deadline):
     with pytest.raises(InvalidArgument, match="deadline: value .*; allowed: more than 0 s"):
         tensors.microseconds(deadline)

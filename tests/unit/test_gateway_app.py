@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 from pathlib import Path
 
 import httpx
@@ -299,3 +300,9 @@ def test_command(by_option, monkeypatch):
     assert main(["gateway", "--host", "0.0.0.0", "--port", "5", *(["--api-key", "key"] if by_option else [])]) == 0
     assert main(["gateway", *(["--host", "::1"])]) == 0
     assert [(options["host"], options["port"]) for options in served] == [("0.0.0.0", 5), ("::1", 9000)]
+
+
+def test_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["gateway", "--port", str(other.getsockname()[1])]) == 1
+    assert "address already in use" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_draft_model(tmp_path, monkeypatch, values):
         ("num_threads=0", "num_threads: got 0"),
         ("sequence_ttl_seconds=0", "sequence_ttl_seconds: got 0; allowed: a number in (0,"),
         ("sequence_ttl_seconds=inf", "sequence_ttl_seconds: got inf; allowed: a number in (0,"),
-        ("max_candidate_sequences=0", "max_candidate_sequences: got 0; allowed: an integer in 1 … 2147483647"),
+        ("max_candidate_sequences=0", "max_candidate_sequences: got 0; allowed: an integer in 1 … 1048576"),
         ("max_batch_size=0", "max_batch_size: got 0; allowed: an integer in 1 … 2147483647"),
         ("max_sequence_idle_microseconds=-1", "max_sequence_idle_microseconds: got -1; allowed: an integer in 1 …"),
         ("model=no/such/folder", "no/such/folder'; allowed: an existing checkpoint directory"),

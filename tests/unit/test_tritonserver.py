@@ -2,6 +2,9 @@
 
 import os
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mtp_backend.errors import MtpError
@@ -49,7 +52,26 @@ def test_install_again(installation, tmp_path):
     (tmp_path / "server" / "backends" / "mtp" / "model.py").write_text("old")
     assert tritonserver.install(tmp_path / "server").stat().st_ino != before
     assert "TritonPythonModel" in (tmp_path / "server" / "backends" / "mtp" / "model.py").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["server", "triton"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [tritonserver.LOCK, "server", "triton"]
+
+
+def test_install_by_several_at_once(installation, tmp_path, monkeypatch):
+    """The first one lays it out, and the others take what is there."""
+    together, laid_out, lay_out = threading.Barrier(8), [], tritonserver._lay_out
+
+    def slow(*arguments):
+        laid_out.append(arguments)
+        time.sleep(0.1)
+        lay_out(*arguments)
+
+    monkeypatch.setattr(tritonserver, "_lay_out", slow)
+
+    def install(_):
+        together.wait()
+        return tritonserver.install(tmp_path / "server").read_text()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(install, range(8)))) == len(laid_out) == 1
 
 
 @pytest.mark.parametrize("name", [*tritonserver.RUNTIME, tritonserver.STUB])

@@ -18,9 +18,10 @@ from mtp_backend.errors import InvalidArgument
 
 ENGINE_FILE = "engine.json"
 # Values for the server alone, as the engine's configuration does not check them; with the least and the greatest.
+# Triton takes 1.4 kB of memory for each sequence that there may be, whether it is there or not.
 SERVER_VALUES = {
     "max_batch_size": (1, 2**31 - 1),
-    "max_candidate_sequences": (1, 2**31 - 1),
+    "max_candidate_sequences": (1, 2**20),
     "max_sequence_idle_microseconds": (1, 2**63 - 1),
 }
 

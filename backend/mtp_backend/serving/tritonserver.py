@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import filecmp
 import importlib.util
 import os
@@ -18,6 +19,8 @@ from mtp_backend.errors import MtpError
 # python-based backends need copies: the server refuses a library that a link leads out of the backend directory.
 RUNTIME = ("libtriton_python.so", "triton_python_backend_utils.py")
 STUB = "triton_python_backend_stub"
+MODEL = Path(__file__).resolve().parents[2] / "model.py"
+LOCK = ".tritonserver.lock"
 SERVER_MEMORY_KIB = 8 << 20  # with its threads' stacks it takes 1.4 GiB
 LAUNCHER = """#!/bin/sh
 # Runs the Triton server with this environment's Python and with the mtp backend.
@@ -89,7 +92,6 @@ def install(directory: Path) -> Path:
         The launcher, `directory`/tritonserver, to be called with the server's own options.
     """
     files = locate()
-    launcher = directory / "tritonserver"
     launcher_text = LAUNCHER.format(
         bin=Path(sys.prefix) / "bin",
         libraries=":".join(map(str, files.libraries)),
@@ -97,24 +99,36 @@ def install(directory: Path) -> Path:
         backends=directory.resolve() / "backends",
         memory=SERVER_MEMORY_KIB,
     )
-    model = Path(__file__).resolve().parents[2] / "model.py"
-    if launcher.is_file() and launcher.read_text() == launcher_text:
-        if filecmp.cmp(model, directory / "backends" / "mtp" / "model.py", shallow=False):
-            return launcher
     directory.parent.mkdir(parents=True, exist_ok=True)
+    if not _is_installed(directory, launcher_text):
+        with open(directory.parent / LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # servers that start together after an update each install it
+            if not _is_installed(directory, launcher_text):
+                _lay_out(directory, files, launcher_text)
+    return directory / "tritonserver"
+
+
+def _is_installed(directory: Path, launcher_text: str) -> bool:
+    try:
+        same_launcher = (directory / "tritonserver").read_text() == launcher_text
+        return same_launcher and filecmp.cmp(MODEL, directory / "backends" / "mtp" / "model.py", shallow=False)
+    except OSError:  # nothing is there, or another process replaces it
+        return False
+
+
+def _lay_out(directory: Path, files: ServerFiles, launcher_text: str) -> None:
     new = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".tritonserver-"))
     new.chmod(0o755)
     for name in ("python", "mtp"):
         (new / "backends" / name).mkdir(parents=True)
     for source in (*(files.backend / name for name in RUNTIME), files.stub):
         shutil.copy(source, new / "backends" / "python")
-    shutil.copy(model, new / "backends" / "mtp" / "model.py")
+    shutil.copy(MODEL, new / "backends" / "mtp" / "model.py")
     (new / "tritonserver").write_text(launcher_text)
     for program in (new / "tritonserver", new / "backends" / "python" / STUB):
         program.chmod(program.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     shutil.rmtree(directory, ignore_errors=True)
     new.rename(directory)
-    return launcher
 
 
 def directory() -> Path:

@@ -19,7 +19,7 @@ _STOP_S = 5  # for answers in progress when the gateway is told to end
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal ends it. Raises InvalidArgument for wrong options."""
+    """Serves until a signal ends it; 1 if the port cannot be had. Raises InvalidArgument for wrong options."""
     api_key = args.api_key or os.environ.get(_API_KEY_VARIABLE, "")
     if not api_key and not is_loopback(args.host):
         allowed = f"a loopback address, or any with --api-key or {_API_KEY_VARIABLE}"
@@ -37,5 +37,8 @@ def run(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         tls=from_options(args),
     )
-    uvicorn.run(Gateway(settings).app(), host=args.host, port=args.port, timeout_graceful_shutdown=_STOP_S)
+    try:
+        uvicorn.run(Gateway(settings).app(), host=args.host, port=args.port, timeout_graceful_shutdown=_STOP_S)
+    except SystemExit:  # its log says why
+        return 1
     return 0

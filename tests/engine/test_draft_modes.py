@@ -11,6 +11,7 @@ import torch
 from mtp_backend import SamplingParams
 from mtp_backend.config import SpeculativeConfig
 from mtp_backend.engine.sequence import Status
+from mtp_backend.graphs import Rows
 from mtp_backend.speculation import DraftWork
 from reference.checkpoints import (
     DEMO,
@@ -97,7 +98,8 @@ def test_drafts_and_their_logits(random_checkpoint, model_type, k, mode):
             rows = torch.randn(len(texts[index]) - 1 - start, width, generator=generator)
             hidden[index] = torch.cat([hidden[index], rows])
             wanted = chance.choice((0, 1, k, k))
-            work.append(DraftWork(texts[index][start + 1 :], rows, start, tables[index], wanted, kept=kept[index]))
+            given = texts[index][start + 1 :], Rows(rows).all, start, tables[index]
+            work.append(DraftWork(*given, wanted, kept=kept[index]))
         for index, item, (own, logits) in zip(indices, work, propose(paged, work), strict=True):
             drafts[index] = own
             if item.num_drafts:
@@ -289,8 +291,9 @@ def test_paced_sequences_that_seldom_ask_for_drafts(mode, chunk, several, make_l
         engine.add(sequence)
         while sequence.status is not Status.PAUSED:
             engine.step()
-        assert len(sequence.hidden) <= chunk + 4  # what a step of four tokens leaves comes on top
-        assert sequence.hidden.untyped_storage().nbytes() == sequence.hidden.nbytes
+        rows = sequence.hidden.tensor
+        assert len(rows) <= chunk + 4  # what a step of four tokens leaves comes on top
+        assert rows.untyped_storage().nbytes() == rows.nbytes
 
     for number in range(10):
         for sequence in sequences:

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
+from mtp_backend.graphs import Rows
 from mtp_backend.sampling.noise import exponential, stream_start
 from mtp_backend.speculation import DraftWork
 from reference.checkpoints import DEMO, FEATURES, greedy, save_random, transformers_model
@@ -92,7 +93,8 @@ def test_draft_chains(directory, reference, sequences, hidden):
 
 
 def work_of(sequences, hidden, tables, index, start, end, num_drafts):
-    return DraftWork(sequences[index][start + 1 : end + 1], hidden[index][start:end], start, tables[index], num_drafts)
+    rows = Rows(hidden[index][start:end]).all
+    return DraftWork(sequences[index][start + 1 : end + 1], rows, start, tables[index], num_drafts)
 
 
 @pytest.mark.parametrize("name", DEMO)
@@ -105,7 +107,7 @@ def test_sampled_drafts_are_drawn_with_the_noise_of_their_positions(name):
     tables = [paged.new_table(len(tokens) + 4) for tokens in sequences]
     hidden = paged.hidden([tokens[:-1] for tokens in sequences], tables, 64)
     work = [
-        DraftWork(tokens[1:], rows, 0, table, 4, own)
+        DraftWork(tokens[1:], Rows(rows).all, 0, table, 4, own)
         for tokens, rows, table, own in zip(sequences, hidden, tables, params, strict=True)
     ]
     for tokens, own, (drafts, logits) in zip(sequences, params, propose(paged, work), strict=True):

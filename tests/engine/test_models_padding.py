@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from mtp_backend.graphs import Rows
 from mtp_backend.speculation import DraftWork
 from reference.checkpoints import DEMO, FEATURES, save_random
 from reference.paged import Paged, propose
@@ -34,7 +35,7 @@ def outputs(directory, dtype, chunk, before_pass):
     hidden = paged.hidden([tokens[:-1] for tokens in sequences], tables, chunk)
     rows = paged.draft_rows([tokens[1:] for tokens in sequences], hidden, tables, chunk)
     work = [
-        DraftWork(tokens[1:], rows, 0, table, num_drafts=number + 1)
+        DraftWork(tokens[1:], Rows(rows).all, 0, table, num_drafts=number + 1)
         for number, (tokens, rows, table) in enumerate(zip(sequences, hidden, tables, strict=True))
     ]
     chains = [logits for _, logits in propose(paged, work)]

@@ -5,7 +5,7 @@ import math
 import pytest
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.errors import InvalidArgument
-from mtp_backend.graphs import PlainPasses, RecordedPasses
+from mtp_backend.graphs import PlainPasses, RecordedPasses, Rows
 
 pytest.importorskip("mtp_backend._native")
 PROMPTS = [
@@ -56,12 +56,12 @@ def spoiled(monkeypatch):
     run, before = RecordedPasses.run, []
 
     def spoiling(passes, function, batch):
-        batch.hidden = [rows.clone() for rows in batch.hidden]
+        batch.hidden = [Rows(span.tensor.clone()).all for span in batch.hidden]
         for result in before:
-            if result is not None and result.is_floating_point():
-                result.fill_(math.nan)
+            if isinstance(result, Rows):
+                result.tensor.fill_(math.nan)
         before[:] = run(passes, function, batch)
-        return tuple(before)
+        return list(before)
 
     monkeypatch.setattr(RecordedPasses, "run", spoiling)
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from mtp_backend.cache import Span
-from mtp_backend.graphs import PassBatch, PlainPasses, RaggedBatch, RecordedPasses, recorded
+from mtp_backend.graphs import PassBatch, PlainPasses, RaggedBatch, RecordedPasses, Rows, recorded
 from torch.profiler import ProfilerActivity, profile
 
 native = pytest.importorskip("mtp_backend._native")
@@ -33,8 +33,9 @@ def with_one_result(compute):
 
 def run(passes, function, x, where, token_ids=None):
     """The result of a function of one pass over rows x."""
-    [result] = passes.run(with_one_result(function), RaggedBatch(token_ids or [0] * len(x), [where], [x]))
-    return result
+    batch = RaggedBatch(token_ids or [0] * len(x), [where], [Rows(x).all])
+    [result] = passes.run(with_one_result(function), batch)
+    return result.tensor
 
 
 @pytest.fixture
@@ -111,12 +112,41 @@ def test_several_passes(network, threads, count):
         where = [first] + [
             [Span(own.block_table, own.start + own.length + step, 1) for own in first] for step in (0, 1)
         ]
-        batch = RaggedBatch([0] * sum(lengths), where, [normal(sum(lengths), 32)])
-        kept = [None if own is None else own.clone() for own in passes.run(function, batch)]
+        batch = RaggedBatch([0] * sum(lengths), where, Rows(normal(sum(lengths), 32)).split(lengths))
+        kept = [None if own is None else own.tensor.clone() for own in passes.run(function, batch)]
         expected = plain.run(function, batch)
         assert len(kept) == len(expected) == 4 and kept[3] is None
-        assert all(map(torch.equal, kept[:3], expected[:3]))
+        assert all(torch.equal(own, rows.tensor) for own, rows in zip(kept[:3], expected[:3], strict=True))
     assert len(count) == 2  # five tokens, and four
+
+
+def test_rows_come_from_several_tensors(network, threads):
+    """Some of each, in the order of the batch; from one that was never a result too."""
+    passes, plain = RecordedPasses(40, BLOCK, 64), PlainPasses(BLOCK, torch.device("cpu"))
+    first, second = Rows(normal(6, 32)), Rows(normal(9, 32))
+    _, middle, last = first.split([1, 2, 3])
+    hidden = [second.split([4, 5])[1].first(2), last, middle]
+    taken = torch.cat([second.tensor[4:6], first.tensor[3:6], first.tensor[1:3]])
+    assert torch.equal(torch.cat([span.tensor for span in hidden]), taken)
+    for _ in range(2):
+        batch = RaggedBatch([0] * 7, [spans(2, 3, 2)], hidden)
+        for way in (passes, plain):
+            [result] = way.run(with_one_result(network), batch)
+            assert torch.equal(result.tensor, run(plain, network, taken, spans(2, 3, 2)))
+
+
+def test_token_ids_are_numbers():
+    """Of each batch its own."""
+    logits = normal(5, 40)
+
+    def drawn(batch):
+        return native.most_likely(native.rows(logits, batch.tokens)), None
+
+    passes, plain = RecordedPasses(4, BLOCK, 64), PlainPasses(BLOCK, torch.device("cpu"))
+    for token_ids in ([0, 1], [4, 2], [3, 3]):
+        for way in (passes, plain):
+            ids, nothing = way.run(drawn, RaggedBatch(token_ids, [spans(2)]))
+            assert ids == logits[token_ids].argmax(-1).tolist() and nothing is None
 
 
 def test_larger_batches_are_not_recorded(network, count):

@@ -6,7 +6,7 @@ from mtp_backend.engine.commit import EndRules, room_for_drafts
 from mtp_backend.engine.scheduler import Scheduler
 from mtp_backend.engine.sequence import Sequence, Status
 from mtp_backend.engine.stopwatch import Stopwatch
-from mtp_backend.graphs import Passes
+from mtp_backend.graphs import Passes, Rows
 from mtp_backend.speculation import Drafter, DraftLength, DraftWork
 
 
@@ -72,9 +72,12 @@ class Drafting:
         # Blocks for one sequence's drafts may have been taken from another that is paused: it goes without drafts.
         ready = [sequence for sequence in sequences if sequence.hidden is not None]
         work = {sequence: _work(sequence, sequence.num_computed, num_drafts.get(sequence, 0)) for sequence in ready}
-        # Rows of a client that does not ask for drafts become too many: all but the last, for which it may still ask.
+        # Rows that wait for a client that may ask for drafts: the next pass writes those of the batch again.
         waiting = [sequence for sequence in stepped if sequence.hidden is not None and sequence not in work]
-        crowded = [sequence for sequence in waiting if len(sequence.hidden) > self._max_rows]
+        for sequence in waiting:
+            sequence.hidden = Rows(sequence.hidden.tensor.clone()).all
+        # They become too many: all but the last, for which it may still ask.
+        crowded = [sequence for sequence in waiting if sequence.hidden.length > self._max_rows]
         work |= {sequence: _work(sequence, sequence.num_computed - 1, 0) for sequence in crowded}
         if not work:
             return []
@@ -90,7 +93,7 @@ class Drafting:
             if drafts.token_ids:  # a text that is not computed to its end keeps the drafts that its client gave
                 sequence.draft_ids, sequence.draft_probs = drafts.token_ids, drafts.probs
             sequence.num_drafted += len(done.token_ids)
-            sequence.hidden = sequence.hidden[-1:].clone() if sequence in crowded else None
+            sequence.hidden = Rows(sequence.hidden.tensor[-1:].clone()).all if sequence in crowded else None
         return [*work]
 
     def _reserve(self, sequence: Sequence, length: int) -> int:
@@ -112,10 +115,10 @@ def _decodes(sequence: Sequence) -> bool:
 
 def _work(sequence: Sequence, end: int, num_drafts: int) -> DraftWork:
     """The work of the positions before `end` that the draft layers have not seen."""
-    start, rows = sequence.num_drafted, sequence.hidden
+    start = sequence.num_drafted
     return DraftWork(
         sequence.token_ids[start + 1 : end + 1],
-        rows if len(rows) == end - start else rows[: end - start],
+        sequence.hidden.first(end - start),
         start,
         sequence.block_table,
         num_drafts,

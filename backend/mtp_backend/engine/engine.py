@@ -21,6 +21,7 @@ from mtp_backend.engine.scheduler import Scheduled, Scheduler
 from mtp_backend.engine.sequence import Sequence
 from mtp_backend.engine.stopwatch import Stopwatch
 from mtp_backend.engine.verifier import Verdict
+from mtp_backend.graphs import Rows
 from mtp_backend.host import num_processors
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import token_logprobs
@@ -235,11 +236,9 @@ class Engine:
             sequence.draft_ids, sequence.draft_probs = [], []
             output = StepOutput(sequence, committed, accepted)
         if self._drafter is not None:
-            rows = computed.hidden(num_computed - sequence.num_computed)
-            if sequence.hidden is not None:
-                rows = torch.cat([sequence.hidden, rows])
-            elif sequence.paced:
-                rows = rows.clone()  # they may wait for the client: a view would keep the whole batch's rows
+            rows = computed.hidden.first(num_computed - sequence.num_computed)
+            if sequence.hidden is not None:  # of steps for which nobody asked for drafts
+                rows = Rows(torch.cat([sequence.hidden.tensor, rows.tensor])).all
             sequence.hidden = rows
         sequence.num_computed = num_computed
         if output is not None and sequence.paced:

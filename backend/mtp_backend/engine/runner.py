@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mtp_backend.cache import Span
 from mtp_backend.engine.scheduler import Scheduled
-from mtp_backend.graphs import TargetPass, TargetRows
+from mtp_backend.graphs import RowSpan, TargetPass, TargetRows
 from mtp_backend.models import Networks
 from mtp_backend.sampling.logprobs import Logprob, token_logprobs
 
@@ -34,22 +35,15 @@ class Computed:
     """What a pass of the target network gave for one share of a batch.
 
     Attributes:
-        rows: hidden rows of the whole batch, [T, H].
-        first, length: the share's own begin with `first`.
+        hidden: its hidden rows.
         prompt_logprobs: for the next tokens of the prompt, if the request asks for them.
         logits: of its last committed token and its drafts, as the network gives them, [1 + k, vocab]; None for a share
             that does not reach the end of its text, and where no request of the batch wants log-probabilities.
     """
 
-    rows: Tensor
-    first: int
-    length: int
-    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    hidden: RowSpan
+    prompt_logprobs: Sequence[dict[int, Logprob]] = ()
     logits: Tensor | None = None
-
-    def hidden(self, count: int) -> Tensor:
-        """The first rows of the share, [count, H]."""
-        return self.rows[self.first : self.first + count]
 
 
 class TargetRunner:
@@ -75,28 +69,26 @@ class TargetRunner:
             token_ids += fed
         all_draw = all(share.samples and share.num_tokens == 1 for share in batch)
         rows = self._target.run(token_ids, spans, all_logits=all_draw)
-        computed, first = [], 0
-        for share, span in zip(batch, spans, strict=True):
-            done = Computed(rows.hidden, first, span.length)
+        computed = [Computed(hidden) for hidden in rows.hidden.split([span.length for span in spans])]
+        for share, done in zip(batch, computed, strict=True):
             if share.sequence.params.prompt_logprobs is not None:
-                done.prompt_logprobs = self._prompt_logprobs(share, done.hidden(span.length))
-            computed.append(done)
-            first += span.length
+                done.prompt_logprobs = self._prompt_logprobs(share, done.hidden.tensor)
         drawing = [(share, done) for share, done in zip(batch, computed, strict=True) if share.samples]
         return computed, self._scores(drawing, rows) if drawing else None
 
     def _scores(self, drawing: list[tuple[Scheduled, Computed]], rows: TargetRows) -> Scores:
         counts = [1 + len(share.draft_ids) for share, _ in drawing]
-        logits = rows.logits
-        if logits is None:
-            parts = [done.hidden(done.length)[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
+        if rows.logits is not None:
+            logits = rows.logits.tensor
+        else:
+            parts = [done.hidden.tensor[-count:] for (_, done), count in zip(drawing, counts, strict=True)]
             logits = self._networks.target.logits(torch.cat(parts))
         if any(share.sequence.params.logprobs is not None for share, _ in drawing):
             for (_, done), own in zip(drawing, logits.split(counts), strict=True):
                 done.logits = own
         if any(share.sequence.processors for share, _ in drawing):
             return Scores(self._processed(logits, drawing, counts))
-        return Scores(logits, None if rows.most_likely is None else rows.most_likely.tolist())
+        return Scores(logits, rows.most_likely)
 
     def _processed(self, logits: Tensor, drawing: list[tuple[Scheduled, Computed]], counts: list[int]) -> Tensor:
         """The logits after the processors of their sequences."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtp_backend.engine.counters import SpeculationCounters
 from mtp_backend.engine.text import IncrementalText
+from mtp_backend.graphs import RowSpan
 from mtp_backend.sampling import SamplingParams
 from mtp_backend.sampling.logprobs import Logprob
 from mtp_backend.sampling.processors import Processor
@@ -69,7 +70,7 @@ class Sequence:
     turn: tuple[int, int] = (0, 0)
     num_computed: int = 0
     num_drafted: int = 0
-    hidden: Tensor | None = None
+    hidden: RowSpan | None = None
     draft_rows: dict[int, Tensor] = field(default_factory=dict)
     draft_ids: list[int] = field(default_factory=list)
     draft_probs: list[Tensor] = field(default_factory=list)

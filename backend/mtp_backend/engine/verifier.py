@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -39,7 +39,7 @@ class Verdict:
     """
 
     token_ids: list[int]
-    lossy: list[int] = field(default_factory=list)
+    lossy: SequenceOf[int] = ()
 
     @property
     def num_accepted(self) -> int:

@@ -7,6 +7,7 @@ from mtp_backend.graphs.mode import GraphContext, GraphMode
 from mtp_backend.graphs.own_signals import own_signals
 from mtp_backend.graphs.passes import Function, PassBatch, Passes, PlainPasses, RaggedBatch
 from mtp_backend.graphs.recorded import RecordedPasses
+from mtp_backend.graphs.rows import Rows, RowSpan
 from mtp_backend.graphs.target import TargetPass, TargetRows
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "PlainPasses",
     "RaggedBatch",
     "RecordedPasses",
+    "RowSpan",
+    "Rows",
     "TargetPass",
     "TargetRows",
     "execution_for",

@@ -13,6 +13,7 @@ from mtp_backend.config import SpeculativeConfig
 from mtp_backend.graphs.buckets import Bucket, choose
 from mtp_backend.graphs.mode import Graph, GraphContext, GraphMode
 from mtp_backend.graphs.passes import Function, PassBatch, RaggedBatch
+from mtp_backend.graphs.rows import RowSpan
 from mtp_backend.graphs.static_batch import StaticBatch
 
 
@@ -20,13 +21,13 @@ class Chain(Protocol):
     """All k draft passes of greedy sequences, each with the last one's token, without the host in between."""
 
     def run(
-        self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
+        self, token_ids: list[int], hidden: list[RowSpan], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
         """Drafts for each sequence, as `EagleDrafter` makes them.
 
         Args:
             token_ids: tokens t[i+1] of all sequences' new positions i, [Σ length].
-            hidden: the target's rows h[i] for them, [length, H] of each sequence.
+            hidden: the target's rows h[i] for them, of each sequence.
             spans: the new positions of each sequence; their last one gives the first draft.
             num_drafts: drafts wanted of each sequence.
 
@@ -58,7 +59,7 @@ class DraftChain:
         self._chains: dict[Bucket, _GraphOfChain] = {}
 
     def run(
-        self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
+        self, token_ids: list[int], hidden: list[RowSpan], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
         """As `Chain.run`; None if no bucket takes the batch."""
         context = self._context
@@ -69,7 +70,7 @@ class DraftChain:
         if bucket not in self._chains:
             self._chains[bucket] = self._make(bucket)
         chain = self._chains[bucket]
-        torch.cat(hidden, out=chain.hidden[: len(token_ids)])
+        torch.cat([span.tensor for span in hidden], out=chain.hidden[: len(token_ids)])
         chain.batches[0].fill(token_ids, len(spans), padded)
         single = Bucket(bucket.num_sequences, 1)
         dummies = [Span([context.dummy_block], 0, 1)] * len(spans)
@@ -107,15 +108,14 @@ class RecordedChain:
         self._dummies = [Span([context.dummy_block + block], offset, 1) for block, offset in slots]
 
     def run(
-        self, token_ids: list[int], hidden: list[Tensor], spans: list[Span], num_drafts: list[int]
+        self, token_ids: list[int], hidden: list[RowSpan], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
         """As `Chain.run`; None if no drafts are wanted, or if there is no dummy slot for each sequence."""
         most = max(num_drafts)
         if not most or len(spans) > len(self._dummies):
             return None
         passes = [spans] + [following(spans, num_drafts, index, self._dummies) for index in range(1, most)]
-        drafts = self._passes.run(self._drafts, RaggedBatch(token_ids, passes, hidden))
-        made = [own.tolist() for own in drafts]
+        made = self._passes.run(self._drafts, RaggedBatch(token_ids, passes, hidden))
         return [[own[row] for own in made[:wanted]] for row, wanted in enumerate(num_drafts)]
 
 

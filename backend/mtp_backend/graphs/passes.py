@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtp_backend.cache import Span, build_layout
+from mtp_backend.graphs.rows import Rows, RowSpan
 from mtp_backend.ops import BatchLayout
 
 
@@ -21,13 +22,13 @@ class RaggedBatch:
     Attributes:
         token_ids: of the first pass, [T].
         spans: where the sequences' tokens stand, for each pass of the function.
-        hidden: rows [T, H] in parts, that a draft layer takes beside the tokens; none for the target.
+        hidden: T rows in parts, that a draft layer takes beside the tokens; none for the target.
         selection: of the first layout (`BatchLayout.selection`).
     """
 
     token_ids: list[int]
     spans: list[list[Span]]
-    hidden: list[Tensor] = field(default_factory=list)
+    hidden: list[RowSpan] = field(default_factory=list)
     selection: Tensor | None = None
 
 
@@ -53,6 +54,8 @@ class PassBatch:
 
 # What a pass computes; what it does not have is None.
 Function = Callable[[PassBatch], tuple[Tensor | None, ...]]
+# The same on the host: token ids, int64 [N], as numbers, all else as rows.
+Result = list[int] | Rows | None
 
 
 class Passes(Protocol):
@@ -64,14 +67,14 @@ class Passes(Protocol):
 
     num_recorded: int
 
-    def run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor | None, ...]:
+    def run(self, function: Function, batch: RaggedBatch) -> list[Result]:
         """The function of a batch.
 
         Args:
             function: one object, however often it is called: it is known by that.
 
         Returns:
-            What the function gives. The next pass may write it again.
+            What the function gives. The next pass may write rows again.
         """
 
 
@@ -84,8 +87,15 @@ class PlainPasses:
         self._block_size = block_size
         self._device = device
 
-    def run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor | None, ...]:
+    def run(self, function: Function, batch: RaggedBatch) -> list[Result]:
         layouts = [build_layout(spans, self._block_size, self._device) for spans in batch.spans]
         layouts[0].selection = batch.selection
         tokens = torch.tensor(batch.token_ids, device=self._device)
-        return function(PassBatch(tokens, torch.cat(batch.hidden) if batch.hidden else None, layouts))
+        hidden = torch.cat([span.tensor for span in batch.hidden]) if batch.hidden else None
+        return [_on_host(given) for given in function(PassBatch(tokens, hidden, layouts))]
+
+
+def _on_host(given: Tensor | None) -> Result:
+    if given is None:
+        return None
+    return given.tolist() if given.dtype is torch.int64 else Rows(given)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_backend.cache import Span
-from mtp_backend.graphs.passes import Function, PassBatch, PlainPasses, RaggedBatch
+from mtp_backend.graphs.passes import Function, PassBatch, PlainPasses, RaggedBatch, Result
+from mtp_backend.graphs.rows import Rows
 from mtp_backend.ops import BatchLayout
 
 MOST_PROGRAMS = 256  # about a megabyte each for 24 layers of width 1,024
@@ -42,7 +43,7 @@ class RecordedPasses:
         self._programs: dict[tuple[Any, ...], _Program] = {}  # the longest unused first
         self.num_recorded = 0
 
-    def run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor | None, ...]:
+    def run(self, function: Function, batch: RaggedBatch) -> list[Result]:
         if len(batch.token_ids) > self._max_tokens:
             return self._plain.run(function, batch)
         key = function, len(batch.token_ids), len(batch.spans[0]), len(batch.spans)
@@ -58,7 +59,7 @@ class RecordedPasses:
             program.fill(batch)
             program.native.run()
         self._programs[key] = program
-        return program.results
+        return program.results()
 
 
 class _Tables:
@@ -96,7 +97,11 @@ class _Program:
             layout = BatchLayout(positions, slots, [], [], tables.rows[: len(spans[0])])
             layout.lengths = lengths.view(2, -1)
             layouts.append(layout)
-        rows = torch.empty(len(token_ids), hidden[0].shape[1], dtype=hidden[0].dtype) if hidden else None
+        rows = None
+        if hidden:
+            like = hidden[0].rows.tensor
+            rows = torch.empty(len(token_ids), like.shape[1], dtype=like.dtype)
+            self._hidden = Rows(rows).all.memory
         self._batch = PassBatch(tokens, rows, layouts)
         self._batch.last = last
 
@@ -106,9 +111,9 @@ class _Program:
         for own in batch.spans:
             positions, slots, ends, lengths, end = [], [], [], [], 0
             for table, start, length in own:
-                for position in range(start, start + length):
-                    positions.append(position)
-                    slots.append(table[position // size] * size + position % size)
+                own_positions = range(start, start + length)
+                positions += own_positions
+                slots += [table[position // size] * size + position % size for position in own_positions]
                 end += length
                 ends.append(end)
                 lengths.append(start + length)
@@ -117,8 +122,11 @@ class _Program:
                 last = [end - 1 for end in ends]
         self._numbers[:] = array("l", batch.token_ids + last + layouts)
         self._tables.fill(batch.spans[0])
-        if batch.hidden:
-            torch.cat(batch.hidden, out=self._batch.hidden)
+        start = 0
+        for span in batch.hidden:
+            rows = span.memory
+            self._hidden[start : start + len(rows)] = rows
+            start += len(rows)
 
     def record(self, native: Any, pool: Any, function: Function) -> None:
         """Performs the function, and keeps how."""
@@ -130,7 +138,19 @@ class _Program:
         finally:
             self.native.end()
         # Their memory is the next pass's too.
-        self.results = tuple(None if result is None else native.borrowed(result) for result in results)
+        borrowed = [None if result is None else native.borrowed(result) for result in results]
+        self._results = [_readable(result) for result in borrowed]
+
+    def results(self) -> list[Result]:
+        """What the function gave for the batch that was performed last."""
+        return [given.tolist() if isinstance(given, memoryview) else given for given in self._results]
+
+
+def _readable(given: Tensor | None) -> memoryview | Rows | None:
+    """Token ids, int64, as memory; all else as rows."""
+    if given is None:
+        return None
+    return memoryview(given.numpy()) if given.dtype is torch.int64 else Rows(given)
 
 
 class _OnlyViews(TorchDispatchMode):

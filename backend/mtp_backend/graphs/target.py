@@ -10,6 +10,7 @@ from mtp_backend.cache import Span
 from mtp_backend.graphs.buckets import Bucket, choose
 from mtp_backend.graphs.mode import Graph, GraphContext, GraphMode
 from mtp_backend.graphs.passes import PassBatch, RaggedBatch
+from mtp_backend.graphs.rows import Rows
 from mtp_backend.graphs.static_batch import StaticBatch
 
 
@@ -19,12 +20,12 @@ class TargetRows(NamedTuple):
     Attributes:
         hidden: rows [T, H] of its tokens.
         logits: [T, vocab]; None if they were not computed.
-        most_likely: int64 [T], the most likely token of each row of logits; None if they were not computed.
+        most_likely: the most likely token of each row of logits; None if they were not computed.
     """
 
-    hidden: Tensor
-    logits: Tensor | None = None
-    most_likely: Tensor | None = None
+    hidden: Rows
+    logits: Rows | None = None
+    most_likely: list[int] | None = None
 
 
 class TargetPass(Protocol):
@@ -79,7 +80,7 @@ class GraphTarget:
             self._graphs[bucket] = self._make(bucket)
         batch, graph = self._graphs[bucket]
         batch.fill(token_ids, len(spans), padded)
-        return TargetRows(graph.run([batch.layout])[: len(token_ids)])
+        return TargetRows(Rows(graph.run([batch.layout])[: len(token_ids)]))
 
     def _make(self, bucket: Bucket) -> tuple[StaticBatch, Graph]:
         context = self._context

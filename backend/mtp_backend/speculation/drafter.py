@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtp_backend.cache import Span
 from mtp_backend.config import SpeculativeConfig
-from mtp_backend.graphs import Chain, Execution, Function, GraphContext, PassBatch, RaggedBatch
+from mtp_backend.graphs import Chain, Execution, Function, GraphContext, PassBatch, RaggedBatch, Rows, RowSpan
 from mtp_backend.models.layers.decoder import LayerCache
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.models.mtp import MtpModule
@@ -26,7 +26,7 @@ class DraftWork:
 
     Attributes:
         token_ids: t[i+1] for each position i that the target has newly computed.
-        hidden: the target's rows h[i] for the same positions, [len(token_ids), H].
+        hidden: the target's rows h[i] for the same positions.
         start: the first of these positions.
         block_table: the sequence's blocks; they also hold the positions of the drafts.
         num_drafts: drafts to propose, 0 to only bring the draft layers' cache up to date.
@@ -36,7 +36,7 @@ class DraftWork:
     """
 
     token_ids: list[int]
-    hidden: Tensor
+    hidden: RowSpan
     start: int
     block_table: list[int]
     num_drafts: int
@@ -96,7 +96,8 @@ class Drafter(ABC):
         Returns:
             Rows [T, H] before `shared_head.norm`, and the selection that they were made with.
         """
-        return self._passes.run(self._functions[layer], batch)
+        rows, selection = self._passes.run(self._functions[layer], batch)
+        return rows.tensor, None if selection is None else selection.tensor
 
     def _function(self, layer: int, rotary: RotaryTable, cache: LayerCache) -> Function:
         module, mask_pos0 = self._module(layer), self._config.mask_pos0
@@ -179,7 +180,7 @@ class EagleDrafter(Drafter):
                     for number in chain
                 ]
                 tokens = [drafts[number].token_ids[-1] for number in chain]
-                carry = self._carry(rows, normed)[kept]
+                carry = Rows(self._carry(rows, normed)[kept]).all
                 rows, selection = self._forward(0, RaggedBatch(tokens, [steps], [carry], _rows(selection, kept)))
         return drafts
 
@@ -197,7 +198,7 @@ class VanillaDrafter(Drafter):
         rows = [item.hidden for item in work]
         for layer in range(self._config.num_draft_layers):
             tokens: list[int] = []
-            hidden: list[Tensor] = []
+            hidden: list[RowSpan] = []
             spans: list[Span] = []
             for item, above, made in zip(work, rows, drafts, strict=True):
                 start, end = max(item.first, item.start - layer), item.start + len(item.token_ids)
@@ -206,14 +207,14 @@ class VanillaDrafter(Drafter):
                 tokens += (item.token_ids + made.token_ids)[start - end :]
                 if layer:
                     if item.start - layer >= item.first:
-                        hidden.append(item.kept[layer])
+                        hidden.append(Rows(item.kept[layer]).all)
                     # The row of position end − layer, where this layer goes on next time; unused if there is none.
-                    item.kept[layer] = above[-layer:][:1].clone()
+                    item.kept[layer] = above.tensor[-layer:][:1].clone()
                 hidden.append(above)
             output, _ = self._forward(layer, RaggedBatch(tokens, [spans], hidden))
             normed = self._module(layer).normed(output)
             lengths = [span.length for span in spans]
-            rows = self._carry(output, normed).split(lengths)
+            rows = Rows(self._carry(output, normed)).split(lengths)
             last = torch.tensor(lengths).cumsum(0).to(self._device) - 1
             self._draw(self._module(layer).logits(normed[last]), work, drafts)
         # The layers' keys need all passes of all sequences, however many drafts are wanted.

@@ -88,18 +88,20 @@ setup_npu() {
   # torch_npu refuses a torch that is built for CUDA, so a build for the CPU is asked for first.
   torch=$(grep '^torch==' constraints.txt)
   "${install[@]}" "$torch+cpu" || "${install[@]}" "$torch"
-  "${install[@]}" -e '.[npu]' pytest
+  "${install[@]}" -e '.[npu]' pytest pytest-xdist
   "$npu_venv/bin/python" tests/npu_host/stand_ins.py "$npu_venv/cann"
   printf '%s' "$wanted" > "$npu_venv/.installed"
 }
 
+# One process for each core, four at most.
+side_by_side=(-n auto --maxprocesses 4)
+# A file's tests stay together, for they share engines.
+run_side_by_side() { "$venv/bin/python" -m pytest "${side_by_side[@]}" --dist loadfile "$@"; }
+
 run_npu_tests() {
   setup_npu
-  LD_LIBRARY_PATH="$npu_venv/cann" "$npu_venv/bin/python" -m pytest tests/npu
+  LD_LIBRARY_PATH="$npu_venv/cann" "$npu_venv/bin/python" -m pytest "${side_by_side[@]}" --dist worksteal tests/npu
 }
-
-# One process for each core, four at most; a file's tests stay together, for they share engines.
-run_side_by_side() { "$venv/bin/python" -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"; }
 
 # Tests compute in their own processes: the memory of an engine (backend/mtp_backend/environment.py).
 compute_in_large_pages() {

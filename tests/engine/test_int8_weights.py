@@ -75,7 +75,9 @@ def test_which_weights(family, tmp_path):
             assert own == ({"weight", "gate_up", "down"} if int8_weights else set())
         assert mtp.shared_head.head is built.target.lm_head
         parameters = {id(own): own for part in (built.target, mtp) for _, own in part.named_parameters()}
-        assert summarize(checkpoint, BF16, 0, int8_weights).loaded_bytes == sum(own.nbytes for own in parameters.values())
+        assert summarize(checkpoint, BF16, 0, int8_weights).loaded_bytes == sum(
+            own.nbytes for own in parameters.values()
+        )
         traffic = step_traffic(checkpoint, BF16, int8_weights)
         assert traffic.draft.expert_bytes * 8 == sum(
             own.nbytes for name, own in mtp.named_parameters() if ".experts." in name

@@ -112,10 +112,22 @@ def plain(make_llm: Callable[..., LLM], _references: dict[tuple, list[int]]) -> 
     return reference
 
 
+@pytest.fixture(scope="session")
+def _greedy_texts() -> dict[tuple, list[int]]:
+    return {}
+
+
 @pytest.fixture
-def greedy(plain: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """greedy(model, prompt, count): `plain` for the most likely tokens, past end tokens."""
-    return lambda model, prompt, count: plain(model, prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+def greedy(plain: Callable[..., list[int]], _greedy_texts: dict[tuple, list[int]]) -> Callable[..., list[int]]:
+    """greedy(model, prompt, count): `plain` for the most likely tokens, past end tokens; a long one has the shorter."""
+
+    def reference(model: str, prompt: list[int], count: int) -> list[int]:
+        key = (model, tuple(prompt))
+        if len(_greedy_texts.get(key, ())) < count:
+            _greedy_texts[key] = plain(model, prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+        return _greedy_texts[key][:count]
+
+    return reference
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def test_joins_and_leaves(model, k, tight, make_llm, prompt_of, greedy, tight_po
     with preemptions(engine) as preempted:
         while added < 20 or alive:
             if added < 20 and chance.random() < 0.4:
-                prompt = prompt_of(chance.randint(1, 3 * BLOCK + 1), start=added)
+                prompt = prompt_of(1 + 5 * added % (3 * BLOCK + 1), start=added)
                 alive.append(engine.new_sequence(prompt, greedy_params(chance.randint(1, 24)), with_text=False))
                 engine.add(alive[-1])
                 added += 1

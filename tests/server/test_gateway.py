@@ -264,38 +264,65 @@ def check_call(name, arguments):
         assert 1 <= len(arguments["days"]) <= 2 and set(arguments["days"]) <= {"Mon", "Tue"}
 
 
+@pytest.fixture(scope="module")
+def called(triton_server, tmp_path_factory):
+    """What a gateway with each of CALL_TEMPLATES answers, by form: all in one batch, for a call takes 200 steps."""
+    folder = tmp_path_factory.mktemp("called")
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}], "tools": TOOLS}
+    asked |= {"temperature": 1.2, "parallel_tool_calls": False, "tool_choice": "required", "seed": 1}
+    named = asked | {"tool_choice": {"type": "function", "function": {"name": "forecast"}}}
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "not": {}}}}
+    requests = {
+        "required": asked,
+        "named": named,
+        "streamed": named | {"stream": True},
+        # As far as the length lets them come: at least one of this short function's.
+        "several": asked | {"parallel_tool_calls": True, "tools": TOOLS[1:], "max_tokens": 150, "seed": 0},
+        "bad": asked | {"tools": [*TOOLS, bad]},
+    }
+
+    def answers(form):
+        template = folder / f"{form}.jinja"
+        template.write_text("{{ bos_token }}{{ messages[0].content }}{% if x %}" + CALL_TEMPLATES[form] + "{% endif %}")
+        options = ["--chat-template", template]
+        with (
+            running_gateway(triton_server, ROOT / "checkpoints" / MODEL, folder / f"{form}.log", options) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+
+            def answer(request):
+                try:
+                    made = client.chat.completions.create(**request)
+                    return list(made) if "stream" in request else made.choices
+                except openai.BadRequestError as error:
+                    return error
+
+            with ThreadPoolExecutor(len(requests)) as pool:
+                return dict(zip(requests, pool.map(answer, requests.values()), strict=True))
+
+    with ThreadPoolExecutor(len(CALL_TEMPLATES)) as pool:
+        return dict(zip(CALL_TEMPLATES, pool.map(answers, CALL_TEMPLATES), strict=True))
+
+
 @pytest.mark.parametrize("form", CALL_TEMPLATES)
-def test_required_tools(triton_server, tmp_path, form):
+def test_required_tools(called, form):
     """A model that never learnt of tools calls them, by their schemas, whole and streamed."""
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ bos_token }}{{ messages[0].content }}{% if x %}" + CALL_TEMPLATES[form] + "{% endif %}")
-    options = ["--chat-template", template]
-    with (
-        running_gateway(triton_server, ROOT / "checkpoints" / MODEL, tmp_path / "log", options) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}], "tools": TOOLS}
-        asked |= {"temperature": 1.2, "parallel_tool_calls": False}
-        for choice in ("required", {"type": "function", "function": {"name": "forecast"}}):
-            [whole] = client.chat.completions.create(**asked, tool_choice=choice, seed=1).choices
-            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
-            [call] = whole.message.tool_calls
-            check_call(call.function.name, json.loads(call.function.arguments))
-            assert choice == "required" or call.function.name == "forecast"
-        chunks = list(client.chat.completions.create(**asked, tool_choice=choice, seed=1, stream=True))
-        assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        assert not any(chunk.choices[0].delta.content for chunk in chunks)
-        [[streamed]] = [tools for chunk in chunks if (tools := chunk.choices[0].delta.tool_calls)]
-        assert streamed.function.model_dump() == call.function.model_dump()
-        # Several calls, as far as the length lets them come: at least one of this short function's.
-        short = asked | {"parallel_tool_calls": True, "tools": TOOLS[1:], "max_tokens": 150}
-        [whole] = client.chat.completions.create(**short, tool_choice="required", seed=0).choices
-        assert {(call.function.name, call.function.arguments) for call in whole.message.tool_calls} == {("now", "{}")}
-        with pytest.raises(openai.BadRequestError) as caught:
-            tool = {"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "not": {}}}}
-            client.chat.completions.create(**asked | {"tools": [*TOOLS, tool]}, tool_choice="required")
-        assert caught.value.param == "tools[2].function"
-        assert caught.value.body["message"].startswith("tools[2].function.parameters.not: got {}; allowed: ")
+    answers = called[form]
+    for request in ("required", "named"):
+        [whole] = answers[request]
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+        [call] = whole.message.tool_calls
+        check_call(call.function.name, json.loads(call.function.arguments))
+        assert request == "required" or call.function.name == "forecast"
+    chunks = answers["streamed"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    [[streamed]] = [tools for chunk in chunks if (tools := chunk.choices[0].delta.tool_calls)]
+    assert streamed.function.model_dump() == call.function.model_dump()
+    [whole] = answers["several"]
+    assert {(call.function.name, call.function.arguments) for call in whole.message.tool_calls} == {("now", "{}")}
+    assert answers["bad"].param == "tools[2].function"
+    assert answers["bad"].body["message"].startswith("tools[2].function.parameters.not: got {}; allowed: ")
 
 
 def test_greedy_with_top_p(client, sdk):

@@ -6,7 +6,7 @@ import cProfile
 import pstats
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,8 @@ from typing import Any
 import mtp_backend
 from mtp_backend import _native as native
 from mtp_backend.engine.measure import Bench
-from torch.nn.modules import module
+from mtp_backend.models.layers.decoder import CausalLM
+from mtp_backend.models.mtp import MtpModule
 
 PACKAGE = str(Path(mtp_backend.__file__).parent)
 # Part of a file's path in the package → what its own time is counted as; the first that is found.
@@ -50,42 +51,45 @@ class Outside:
     parts: dict[str, float]
 
 
+# What computes: the networks where they are called, and recorded passes.
+COMPUTING = [
+    (CausalLM, "__call__"),
+    (CausalLM, "logits"),
+    (MtpModule, "__call__"),
+    (MtpModule, "normed"),
+    (MtpModule, "logits"),
+    (native.Program, "run"),
+]
+
+
 class NetworkSeconds:
-    """Wall time inside the outermost calls of torch modules and of recorded passes, while entered."""
+    """Wall time inside the outermost calls of networks and of recorded passes, while entered."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._depth = 0
-        self._entered = 0.0
 
     def __enter__(self) -> NetworkSeconds:
-        self._hooks = [
-            module.register_module_forward_pre_hook(self._before),
-            module.register_module_forward_hook(self._after),
-        ]
-        self._run = native.Program.run
-        native.Program.run = lambda program: self._timed_run(program)
+        self._originals = [getattr(owner, name) for owner, name in COMPUTING]
+        for (owner, name), original in zip(COMPUTING, self._originals, strict=True):
+            setattr(owner, name, self._timed(original))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        native.Program.run = self._run
-        for hook in self._hooks:
-            hook.remove()
+        for (owner, name), original in zip(COMPUTING, self._originals, strict=True):
+            setattr(owner, name, original)
 
-    def _timed_run(self, program: native.Program) -> None:
-        self._before()
-        self._run(program)
-        self._after()
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            self._depth += 1
+            before = time.perf_counter()
+            result = original(*args)
+            self._depth -= 1
+            if not self._depth:
+                self.seconds += time.perf_counter() - before
+            return result
 
-    def _before(self, *_: Any) -> None:
-        if not self._depth:
-            self._entered = time.perf_counter()
-        self._depth += 1
-
-    def _after(self, *_: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.seconds += time.perf_counter() - self._entered
+        return timed
 
 
 def outside(bench: Bench, prompts: Sequence[list[int]], num_tokens: int, num_drafts: int) -> Outside:

@@ -11,6 +11,7 @@ from mtp_backend.checkpoint.export import export_mtp
 from mtp_backend.checkpoint.mtp_layout import find_mtp
 from mtp_backend.errors import CheckpointError, InvalidArgument
 from mtp_backend.models import build_networks
+from mtp_backend.models.layers.decoder import DecoderLayer
 from mtp_backend.models.mtp_source import mtp_source
 from mtp_backend.ops import ops_for
 from reference.checkpoints import DEMO, FEATURES, edit_config, edit_tensors, save_random, shard
@@ -237,7 +238,7 @@ def rotate(directory, key="rot.weight"):
 
 
 @pytest.mark.parametrize("layout", ["", "xllm", "export"])
-def test_rotation_of_hidden_rows(layout, originals, tmp_path):
+def test_rotation_of_hidden_rows(layout, originals, tmp_path, monkeypatch):
     """rot(h) before hnorm is the module without it on rows that were multiplied before."""
     plain = networks(originals("deepseek")).mtp[0]
     original = copy(originals("deepseek"), tmp_path / "original")
@@ -245,8 +246,7 @@ def test_rotation_of_hidden_rows(layout, originals, tmp_path):
     draft = LAYOUTS[layout](original, tmp_path / "draft") if layout else ""
     rotated = networks(original, draft).mtp[0]
     seen = []
-    for module in (plain, rotated):
-        module.layer.forward = lambda x, *_: (seen.append(x) or x, torch.zeros_like(x))
+    monkeypatch.setattr(DecoderLayer, "__call__", lambda layer, x, *_: (seen.append(x) or x, torch.zeros_like(x)))
     hidden, tokens = torch.randn(5, 32), torch.arange(5)
     with torch.no_grad():
         for module, rows in ((plain, hidden @ matrix), (rotated, hidden)):

@@ -11,6 +11,7 @@ from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
 from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.ops import BatchLayout, CacheShape, Ops
@@ -48,7 +49,7 @@ class Glm4MoeConfig(ModelConfig):
         return (self.num_key_value_heads, self.head_dim), (self.num_key_value_heads, self.head_dim)
 
 
-class GQAttention(nn.Module):
+class GQAttention(Layer):
     """Grouped-query attention; the first `rotary_dim` dimensions of a head are rotated in halves."""
 
     def __init__(self, config: Glm4MoeConfig, ops: Ops) -> None:
@@ -70,7 +71,7 @@ class GQAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
         """[T, H] → [T, H]."""
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x))
+        query, key, value = (part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x))
         query = self.ops.rotary(self.q_norm(query), *angles, interleaved=False)
         key = self.ops.rotary(self.k_norm(key), *angles, interleaved=False)
         key_cache, value_cache = cache

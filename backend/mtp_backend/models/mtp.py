@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.layers.decoder import DecoderLayer, LayerCache
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.models.layers.rotary import RotaryTable
 from mtp_backend.ops import BatchLayout, Ops
 
 
-class SharedHead(nn.Module):
+class SharedHead(Layer):
     """Norm and head of the module (`shared_head.*`)."""
 
     def __init__(self, config: ModelConfig, head: Linear | None, ops: Ops) -> None:
@@ -22,7 +23,7 @@ class SharedHead(nn.Module):
         self.head = head
 
 
-class MtpModule(nn.Module):
+class MtpModule(Layer):
     """One MTP layer (DeepSeek-V3 report, section 2.2).
 
     h'[i] = layer(eh_proj([enorm(embed(t[i+1])), hnorm(h[i])])), draft of t[i+2] = head(norm(h'[i])).

@@ -69,6 +69,7 @@ class ComposedOps:
         scale: float,
     ) -> Tensor:
         """In its absorbed form: keys and values of single heads are never built."""
-        key_up, value_up = up.split([q_nope.shape[-1], up.shape[1] - q_nope.shape[-1]], dim=1)
+        nope = q_nope.shape[-1]
+        key_up, value_up = up.split_with_sizes([nope, up.shape[1] - nope], dim=1)
         q_latent = self.head_linear(q_nope, key_up.mT)
         return self.head_linear(self.mla_attention(q_latent, q_rope, latent, rope, layout, scale), value_up)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.mlp import feed_forward
 from mtp_backend.models.layers.norm import RMSNorm
@@ -17,7 +18,7 @@ LayerCache = tuple[Tensor, ...]
 Angles = tuple[Tensor, Tensor]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward with residual additions."""
 
     def __init__(self, config: ModelConfig, layer: int, attention: nn.Module, ops: Ops) -> None:
@@ -52,7 +53,7 @@ def blank_embedding(config: ModelConfig) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Embedding, layers and final norm (`model.*` in a checkpoint)."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer], ops: Ops) -> None:
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
 
-class CausalLM(nn.Module):
+class CausalLM(Layer):
     """The target network."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer], ops: Ops) -> None:

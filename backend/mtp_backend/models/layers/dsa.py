@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.mla import MLAConfig, MLAttention
 from mtp_backend.ops import BatchLayout, CacheShape, Ops
@@ -79,7 +80,7 @@ def _indexer_types(values: dict[str, Any]) -> tuple[str, ...] | None:
     return tuple(spelling[kind] for kind in given)
 
 
-class Indexer(nn.Module):
+class Indexer(Layer):
     """Lightning indexer (DeepSeek-V3.2-Exp report, section 2.1): Σ_h w[t, h] · relu(q[t, h] · k[s]) ranks position s.
 
     The first qk_rope_head_dim dimensions of queries and keys are rotated. The Hadamard transform and the FP8 rounding

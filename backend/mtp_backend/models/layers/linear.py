@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.ops import Ops
 
 
-class Matrix(nn.Module):
+class Matrix(Layer):
     """A weight [outputs, inputs] of a checkpoint that the network takes apart itself."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -19,7 +20,7 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """x [T, inputs] → x · weightᵀ + bias, [T, outputs]. Computed, and given, in float32 if the weight is.
 
     With an int8 weight there is a `weight_scale` [outputs], see `checkpoint.kept_int8`.
@@ -59,7 +60,7 @@ class MergedLinear(Linear):
         self.parts = parts
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(x).split([*self.parts.values()], dim=-1)
+        return super().forward(x).split_with_sizes([*self.parts.values()], dim=-1)
 
     def part_views(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the parts. In a checkpoint they belong to the module that holds this one."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear, Matrix, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
 from mtp_backend.models.layers.rotary import yarn_magnitude
@@ -42,7 +43,7 @@ class MLAConfig(ModelConfig):
         return (1, self.kv_lora_rank), (1, self.qk_rope_head_dim)
 
 
-class MLAttention(nn.Module):
+class MLAttention(Layer):
     """Multi-head latent attention (DeepSeek-V2 report, section 2.1), in its absorbed form.
 
     The cache holds per token the normalised latent (kv_lora_rank) and one rotated key (qk_rope_head_dim) that all
@@ -94,13 +95,13 @@ class MLAttention(nn.Module):
     ) -> Tensor:
         """What `project` gave → [T, H]."""
         project = self.q_b_proj if self.has_query_rank else self.q_proj
-        query = project(query_latent).unflatten(-1, (self.heads, -1))
-        q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
+        query = project(query_latent).view(-1, self.heads, self.nope + self.rope)
+        q_nope, q_rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         q_rope = self.ops.rotary(q_rope, *angles, self.interleaved)
         norm = self.kv_a_layernorm
         latent, rope = cache
         self.ops.write_latent(kv, norm.weight, norm.eps, *angles, self.interleaved, layout.slots, latent, rope)
-        up = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
+        up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         attended = self.ops.while_loading(
             self.o_proj.weight,
             query,

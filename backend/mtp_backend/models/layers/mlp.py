@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import product
 from mtp_backend.ops import Ops
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """SwiGLU feed-forward, [T, H] → [T, H]; gate and up projections share one matrix."""
 
     int8_scales: ClassVar = {"gate_up": torch.float32, "down": torch.float32}
@@ -45,7 +46,7 @@ def _parts(gate_up: Tensor, down: Tensor, kind: str) -> Iterator[tuple[str, Tens
     yield f"down_proj.{kind}", down
 
 
-class Gate(nn.Module):
+class Gate(Layer):
     """Router: logits in float32 and the correction bias of noaux_tc."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
@@ -69,7 +70,7 @@ class Gate(nn.Module):
         )
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """The routed experts, stacked."""
 
     int8_scales: ClassVar = {"gate_up": torch.float32, "down": None}  # what the device takes
@@ -99,7 +100,7 @@ class Experts(nn.Module):
                         yield f"{expert}.{name}", view
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """Σ weight · routed expert + shared expert, [T, H] → [T, H]."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mtp_backend.models.layers.layer import Layer
 from mtp_backend.ops import Ops
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
 
     def __init__(self, size: int, eps: float, ops: Ops) -> None:

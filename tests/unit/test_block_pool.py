@@ -1,7 +1,7 @@
 """The block pool: every block is free or held, published content is found until its room is needed."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_backend.cache import BlockPool, extend_keys
 
@@ -72,6 +72,7 @@ class Model:
         self.idle = [block for block in self.idle if block not in wanted]
 
 
+@settings(deadline=None)
 @given(num_blocks=st.integers(1, 12), block_size=st.integers(1, 7), actions=ACTIONS)
 def test_at_random(num_blocks, block_size, actions):
     pool = BlockPool(num_blocks, block_size)
@@ -95,6 +96,7 @@ def test_blocks_of_a_length(tokens, blocks):
     assert len(table) == blocks
 
 
+@settings(deadline=None)
 @given(first=TEXTS, second=TEXTS, block_size=st.integers(1, 3), lookahead=st.integers(0, 4), at=st.integers(0, 14))
 def test_equal_keys_are_equal_texts(first, second, block_size, lookahead, at):
     """Key b of two texts is the same if and only if the texts are, up to block b's end and the lookahead."""

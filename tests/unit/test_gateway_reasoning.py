@@ -1,7 +1,7 @@
 """Reasoning and content, however the text is cut into pieces."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mtp_client.gateway.reasoning import ReasoningSplitter
 
@@ -43,6 +43,7 @@ def test_split(text, thinking, wanted):
         assert split([text[at : at + size] for at in range(0, len(text), size)], thinking) == wanted
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", "a", "\n", ""])),
     thinking=st.booleans(),

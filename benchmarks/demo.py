@@ -6,6 +6,7 @@ so that the ratio of their speeds does not depend on how busy the machine is. Ex
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from mtp_backend.environment import unbound
 from mtp_client import Client, MtpError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +56,8 @@ def server(
     http, grpc, metrics = _free_ports(3)
     serve = [COMMANDS / "mtp", "serve", repository, "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
     log = folder / f"{repository.name}.log"
-    with open(log, "w") as output:
+    # A benchmark's own tensor library may have bound it to one processor, where its children would stay.
+    with open(log, "w") as output, unbound(os.getppid()):
         process = subprocess.Popen(list(map(str, serve)), stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait_until_ready(process, f"127.0.0.1:{grpc}", log)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from mtp_backend import LLM, SamplingParams
-from mtp_backend.environment import engine_environment
+from mtp_backend.environment import engine_environment, unbound
 from mtp_backend.serving.report import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ class Variant:
         numbers = [self.num_drafts, longest, max(self.sizes), arguments.threads]
         environment = engine_environment() | {"OMP_NUM_THREADS": str(arguments.threads)}
         PEERS.mkdir(exist_ok=True)
-        with open(PEERS / f"{self.name}.log", "w") as log:
+        with open(PEERS / f"{self.name}.log", "w") as log, unbound(os.getppid()):
             self.process = subprocess.Popen(
                 [self.python, Path(__file__).with_name("peer_worker.py"), self.engine, self.model, *map(str, numbers)],
                 stdin=subprocess.PIPE,

@@ -35,6 +35,11 @@ START_SECONDS = 300
 STOP_SECONDS = 60
 
 
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process as an error does: what it started is stopped."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
 class Addresses(NamedTuple):
     """Where a server listens, host:port."""
 
@@ -138,6 +143,7 @@ def compare(plain: Client, speculative: Client, prompt: str) -> None:
 
 def main() -> None:
     """Runs the demonstration for each model in turn."""
+    end_on_sigterm()
     folder = Path(tempfile.mkdtemp(prefix="mtp-demo-"))
     try:
         for model, prompt in PROMPTS.items():

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from demo import server
+from demo import end_on_sigterm, server
 from matplotlib.figure import Figure
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.engine.tokenizer import load_tokenizer
@@ -161,6 +161,7 @@ def draw(runs: Runs, file: Path) -> None:
 
 def main() -> None:
     """Measures what the command line asks for."""
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 48, 64, 80])

@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from demo import end_on_sigterm
 from matplotlib.figure import Figure
 from mtp_backend import LLM, SamplingParams
 from mtp_backend.environment import engine_environment, unbound
@@ -212,6 +213,7 @@ def draw(all_variants: list[Variant], sizes: list[int], file: Path) -> None:
 
 def main() -> None:
     """Measures, compares and prints."""
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=3)

@@ -20,7 +20,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from demo import Addresses, server
+from demo import Addresses, end_on_sigterm, server
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
 from mtp_backend.sampling import SamplingParams
@@ -34,6 +34,7 @@ METRICS_SECONDS = 1.5  # the engine tells its counters once a second
 
 def main() -> None:
     """Prints one line for each number of clients."""
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])

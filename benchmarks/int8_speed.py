@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/int8_speed.py CHECKPOINT [--concurrency 1 4 16] [--drafts 0 1] [--prompt 128]
         [--output 64] [--rounds 5] [--threads 2]
 
-An engine with weights in bfloat16 and one with int8 run in every round, forwards and backwards in turn; figures are
-medians over the rounds, ratios the medians of the rounds' ratios.
+Each round is one of an engine with weights in bfloat16 and one of an engine with int8; figures are medians over the
+rounds, ratios the medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 
 from mtp_backend.engine.measure import Decoding
 from mtp_backend.environment import start_again
-from mtp_backend.serving.bench import Load, batch_prompts, prepare
+from mtp_backend.serving.bench import Load, measure, prepare
 
 
 def main() -> None:
@@ -33,19 +33,18 @@ def main() -> None:
     drafts = sorted(set(arguments.drafts))
     load = Load(arguments.concurrency, drafts, [], arguments.prompt, arguments.output, arguments.rounds)
     benches = {int8: prepare(arguments.checkpoint, load, arguments.threads, int8)[0] for int8 in (False, True)}
-    cases = [(size, k, int8) for size in load.concurrency for k in drafts for int8 in benches]
     runs: dict[tuple[int, int, bool], list[Decoding]] = defaultdict(list)
-    for number in range(1 + load.rounds):  # the first warms up
-        for size, k, int8 in cases if number % 2 else reversed(cases):
-            prompts = batch_prompts(benches[int8], load, size, number)
-            runs[size, k, int8].append(benches[int8].decode(prompts, load.max_tokens, k))
-        print(f"round {number} of {load.rounds}", flush=True)
+    for round_of_each in zip(*(measure(bench, load) for bench in benches.values()), strict=True):
+        for int8, own in zip(benches, round_of_each, strict=True):
+            for run in own:
+                runs[run.batch_size, run.num_drafts, int8].append(run)
     print("seqs  k   weights  tokens/s  ms/step  tokens/step  ratio")
-    for (size, k, int8), own in sorted(runs.items(), key=lambda case: cases.index(case[0])):
-        own, base = own[1:], runs[size, k, False][1:]
+    for (size, k, int8), own in sorted(runs.items()):
+        base = runs[size, k, False]
         ratio = median(run.tokens_per_second / other.tokens_per_second for run, other in zip(own, base, strict=True))
+        weights = "int8" if int8 else "bfloat16"
         print(
-            f"{size:>4} {k:>2} {'int8' if int8 else 'bfloat16':>9} {median(run.tokens_per_second for run in own):>9.1f} "
+            f"{size:>4} {k:>2} {weights:>9} {median(run.tokens_per_second for run in own):>9.1f} "
             f"{1000 * median(run.seconds_per_step for run in own):>8.2f} "
             f"{median(run.tokens_per_step for run in own):>12.3f} {ratio:>6.3f}"
         )

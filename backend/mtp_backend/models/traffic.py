@@ -97,7 +97,7 @@ def step_traffic(checkpoint: Checkpoint, dtype: torch.dtype, int8_weights: bool 
         elif not name.endswith("shared_head.head.weight"):
             dense[part] += size
         if name.endswith("lm_head.weight"):
-            dense["draft"] += weight_bytes(checkpoint, name, dtype, int8_weights)  # read again
+            dense["draft"] += size  # read again
     shapes = config.cache_shapes(1)
     cached = {"target": shapes[: config.num_hidden_layers], "draft": shapes[config.num_hidden_layers :]}
     target, draft = (

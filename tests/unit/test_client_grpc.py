@@ -10,8 +10,9 @@ import grpc
 import numpy as np
 import pytest
 from mtp_client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, SequenceLost, ServerError, Unavailable
-from mtp_client.transports.grpc import _next_response
+from mtp_client.transports.grpc import _next_response, _outputs
 from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 DATATYPES = {"O": "BYTES", "int64": "INT64", "int32": "INT32", "uint32": "UINT32"}
 
@@ -283,3 +284,28 @@ def test_cancellation_that_comes_with_a_response():
             await reading
 
     asyncio.run(run())
+
+
+def test_outputs():
+    """Arrays as the library reads them, whatever there is."""
+    kinds = [
+        "bool",
+        *(f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)),
+        "float16",
+        "float32",
+        "float64",
+    ]
+    response = service_pb2.ModelInferResponse()
+    for kind in kinds:
+        array = np.arange(6).astype(kind)
+        response.outputs.add(name=kind, datatype=np_to_triton_dtype(array.dtype), shape=[2, 3])
+        response.raw_output_contents.append(array.tobytes())
+    texts = np.array(["", "größer", "a\0b"], np.object_)
+    for name, values in (("texts", texts), ("none", texts[:0])):
+        response.outputs.add(name=name, datatype="BYTES", shape=[len(values), 1])
+        response.raw_output_contents.append(b"".join([serialize_byte_tensor(values).item()] if len(values) else []))
+    found, library = _outputs(response), InferResult(response)
+    assert list(found) == [*kinds, "texts", "none"]
+    for name, array in found.items():
+        expected = library.as_numpy(name)
+        assert (array.dtype, array.shape, array.tolist()) == (expected.dtype, expected.shape, expected.tolist())

@@ -23,6 +23,7 @@ from mtp_backend.serving.rendezvous import Rendezvous
 
 log = logging.getLogger("mtp.client")
 CANCEL_POLL_SECONDS = 0.1
+CANCEL_QUESTIONS_PER_SECOND = 100  # each is a message to the server and back, beside those of the answers
 LIFE_SECONDS = 1.0
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 10.0
@@ -82,6 +83,8 @@ class EngineClient:
         self._open: dict[int, Reply] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._stirred = threading.Event()  # there is something to watch; between such times processes sleep
+        self._wake = os.eventfd(0)  # ends the reading
         self._commands: zmq.Socket | None = None  # None while there is no engine
         reading = threading.Thread(target=self._read, args=(self._connect(),), daemon=True)
         self._threads = [reading, threading.Thread(target=self._watch, daemon=True)]
@@ -100,6 +103,7 @@ class EngineClient:
             if self._commands is not None:
                 self._open.update({number: reply for number, (_, reply) in numbered.items()})
                 self._commands.send(frame)
+                self._stirred.set()
                 return
         for _, reply in requests:
             reply.fail(Unavailable("the engine is starting again; try again later"))
@@ -113,6 +117,8 @@ class EngineClient:
     def close(self) -> None:
         """Takes leave of the engine, which ends when its last role has."""
         self._closing.set()
+        self._stirred.set()
+        os.eventfd_write(self._wake, 1)
         for thread in self._threads:
             thread.join()
         with self._lock:
@@ -142,11 +148,11 @@ class EngineClient:
     def _read_until_ended(self, connection: EngineConnection) -> bool:
         """Passes an engine's answers on until it ends; False if the role closes before."""
         poller = zmq.Poller()
-        poller.register(connection.answers, zmq.POLLIN)
-        poller.register(connection.process, zmq.POLLIN)
+        for source in (connection.answers, connection.process, self._wake):
+            poller.register(source, zmq.POLLIN)
         num_taken = 1  # the Welcome
         while not self._closing.is_set():
-            ready = dict(poller.poll(100))
+            ready = dict(poller.poll())
             if connection.answers in ready:
                 for message in messages.decode_from_engine(connection.answers.recv()):
                     self._dispatch(message)
@@ -167,6 +173,7 @@ class EngineClient:
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Stats):
             self._stats.put(message)
+            self._stirred.set()
             return
         with self._lock:
             reply = self._open.pop(message.request, None) if message.final else self._open.get(message.request)
@@ -201,6 +208,7 @@ class EngineClient:
                 connection = self._connect()
                 if self._metrics is not None:
                     self._stats.put(None)
+                    self._stirred.set()
                 return connection
             except (MtpError, OSError) as error:
                 log.error("the engine does not start: %s", error)
@@ -215,7 +223,11 @@ class EngineClient:
         """
         told: set[int] = set()
         next_life = 0.0
-        while not self._closing.wait(CANCEL_POLL_SECONDS):
+        while not self._closing.is_set():
+            if self._stirred.wait(LIFE_SECONDS):
+                self._stirred.clear()
+                pause = max(CANCEL_POLL_SECONDS, len(self._open) / CANCEL_QUESTIONS_PER_SECOND)
+                self._closing.wait(min(pause, LIFE_SECONDS))
             if time.monotonic() >= next_life:
                 next_life = time.monotonic() + LIFE_SECONDS
                 self._rendezvous.show_role_life()
@@ -227,6 +239,8 @@ class EngineClient:
                     self._metrics.take(stats)
             with self._lock:
                 pending = list(self._open.items())
+            if pending:
+                self._stirred.set()
             told &= {number for number, _ in pending}
             gone = [number for number, reply in pending if number not in told and reply.is_cancelled()]
             told.update(gone)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 log = logging.getLogger("mtp.role")
-TICK_SECONDS = 0.1
+TICK_SECONDS = 0.2
 LIMIT_SECONDS = 1.0  # for so long the server waits for a sign of a process that has a batch
 LATE_SECONDS = 0.5  # for so long behind a standstill a batch may be one that was waiting during it
 

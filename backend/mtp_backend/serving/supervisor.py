@@ -19,6 +19,7 @@ from mtp_backend.serving.shared_memory import Regions
 
 log = logging.getLogger("mtp.serve")
 TICK_SECONDS = 0.2
+LOOK_SECONDS = 1.0  # between looks for signs of life, which processes show about so often
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.5, 30.0
 STABLE_SECONDS = 60.0  # having served for so long, the next restart is a first one again
 MAX_FAILED_STARTS = 5  # in a row, after having served
@@ -129,7 +130,7 @@ class Supervisor:
             for pid in self._watched:
                 stubs[os.pidfd_open(pid)] = pid
             while not self._num_signals:
-                self._wait(list(stubs))
+                self._wait(list(stubs), LOOK_SECONDS)
                 if server in self._ended:
                     return self._how_ended(server)
                 for pidfd, pid in stubs.items():
@@ -209,12 +210,12 @@ class Supervisor:
             self._wait([])
         return bool(self._num_signals)
 
-    def _wait(self, pidfds: list[int]) -> None:
-        """Waits for a signal or for a process to end, a tick at most."""
+    def _wait(self, pidfds: list[int], seconds: float = TICK_SECONDS) -> None:
+        """Waits for a signal or for a process to end, so long at most."""
         poller = select.poll()
         for descriptor in (self._wakeup, *pidfds):
             poller.register(descriptor, select.POLLIN)
-        poller.poll(TICK_SECONDS * 1000)
+        poller.poll(seconds * 1000)
         with suppress(BlockingIOError):
             while os.read(self._wakeup, 1024):
                 pass

@@ -14,8 +14,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import (
+    deserialize_bytes_tensor,
+    np_to_triton_dtype,
+    serialize_byte_tensor,
+    triton_to_np_dtype,
+)
 
 from mtp_client.errors import DeadlineExceeded, ServerError, Unavailable, make_error, translated
 from mtp_client.tensors import Outputs
@@ -63,8 +68,15 @@ def _sequence_message(request: SequenceRequest, timeout: float) -> service_pb2.M
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> Outputs:
-    result = InferResult(response)
-    return {output.name: result.as_numpy(output.name) for output in response.outputs}
+    """Arrays by name. Each streamed token comes here, and `InferResult.as_numpy` looks for every name from the start."""
+    arrays = {}
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.datatype == "BYTES":
+            array = deserialize_bytes_tensor(content)
+        else:
+            array = np.frombuffer(content, triton_to_np_dtype(output.datatype))
+        arrays[output.name] = array.reshape(output.shape)
+    return arrays
 
 
 class _StreamReader:

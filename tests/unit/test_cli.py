@@ -63,6 +63,7 @@ def key_file(tmp_path):
         ["repository", "create"],
         ["serve"],
         ["serve", "r", "--http-port", "x"],
+        ["serve", "r", "--hang-seconds", "4"],
         ["export-mtp"],
         ["export-mtp", "--input-dir", "i"],
     ],

@@ -22,9 +22,9 @@ from mtp_backend.serving.messages import Bye, Cancel, Failed, Message, Stats, Ta
 from mtp_backend.serving.rendezvous import Rendezvous
 
 log = logging.getLogger("mtp.client")
-CANCEL_POLL_SECONDS = 0.1
+CANCEL_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.1, 1.0
 CANCEL_QUESTIONS_PER_SECOND = 100  # each is a message to the server and back, beside those of the answers
-LIFE_SECONDS = 1.0
+LIFE_SECONDS = 2.0
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 10.0
 FRAMES_PER_ACKNOWLEDGEMENT = 8
@@ -224,13 +224,16 @@ class EngineClient:
         told: set[int] = set()
         next_life = 0.0
         while not self._closing.is_set():
-            if self._stirred.wait(LIFE_SECONDS):
+            stirred = self._stirred.wait(LIFE_SECONDS)
+            if stirred:
                 self._stirred.clear()
                 pause = max(CANCEL_POLL_SECONDS, len(self._open) / CANCEL_QUESTIONS_PER_SECOND)
-                self._closing.wait(min(pause, LIFE_SECONDS))
+                self._closing.wait(min(pause, LONGEST_POLL_SECONDS))
             if time.monotonic() >= next_life:
                 next_life = time.monotonic() + LIFE_SECONDS
                 self._rendezvous.show_role_life()
+            if not stirred:
+                continue
             with suppress(queue.Empty):
                 stats = self._stats.get_nowait()  # none come unless they are wanted
                 if stats is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 POLL_SECONDS = 0.02
-LONGEST_LOOK_SECONDS = 1.0
+LONGEST_LOOK_SECONDS = 2.0
 
 
 def adopt_orphans() -> None:
@@ -53,13 +52,6 @@ def reap() -> dict[int, int]:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = os.waitstatus_to_exitcode(found[1])
     return ended
-
-
-def has_ended(pidfd: int) -> bool:
-    """Whether the process of a descriptor has ended."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 class Pulse:

@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hang-seconds",
-        type=_seconds,
+        type=_seconds_of_silence,
         default=300,
-        help="a process that shows no sign of life for this long is ended (300)",
+        help="a process that shows no sign of life for this long is ended; 5 or more (300)",
     )
     parser.set_defaults(run=run)
 
@@ -91,6 +91,10 @@ def _port(text: str) -> int:
 
 def _seconds(text: str) -> int:
     return _integer(text, 1, 86400)
+
+
+def _seconds_of_silence(text: str) -> int:
+    return _integer(text, 5, 86400)  # healthy processes show life every 2 s
 
 
 def _integer(text: str, low: int, high: int) -> int:

@@ -19,7 +19,7 @@ from mtp_backend.serving.shared_memory import Regions
 
 log = logging.getLogger("mtp.serve")
 TICK_SECONDS = 0.2
-LOOK_SECONDS = 1.0  # between looks for signs of life, which processes show about so often
+LOOK_SECONDS = 2.0  # between looks for signs of life, which processes show about so often
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.5, 30.0
 STABLE_SECONDS = 60.0  # having served for so long, the next restart is a first one again
 MAX_FAILED_STARTS = 5  # in a row, after having served
@@ -130,12 +130,11 @@ class Supervisor:
             for pid in self._watched:
                 stubs[os.pidfd_open(pid)] = pid
             while not self._num_signals:
-                self._wait(list(stubs), LOOK_SECONDS)
+                ended = self._wait(list(stubs), LOOK_SECONDS)
                 if server in self._ended:
                     return self._how_ended(server)
-                for pidfd, pid in stubs.items():
-                    if processes.has_ended(pidfd):
-                        return f"a model's process, {pid}, ended"
+                if ended:
+                    return f"a model's process, {stubs[ended[0]]}, ended"
                 for pid, pulse in pulses.items():
                     silent = pulse.seconds_silent(self._rendezvous.role_life(pid))
                     if silent > self._service.hang_seconds:
@@ -171,8 +170,7 @@ class Supervisor:
 
     def _end_hanging_engine(self) -> None:
         silent = self._engine_pulse.seconds_silent(self._rendezvous.engine_life())
-        pid = self._rendezvous.engine_pid()
-        if pid is not None and silent > self._service.hang_seconds:
+        if silent > self._service.hang_seconds and (pid := self._rendezvous.engine_pid()) is not None:
             log.error("the engine shows no sign of life since %.0f s and is ended", silent)
             os.kill(pid, signal.SIGKILL)
 
@@ -210,16 +208,17 @@ class Supervisor:
             self._wait([])
         return bool(self._num_signals)
 
-    def _wait(self, pidfds: list[int], seconds: float = TICK_SECONDS) -> None:
-        """Waits for a signal or for a process to end, so long at most."""
+    def _wait(self, pidfds: list[int], seconds: float = TICK_SECONDS) -> list[int]:
+        """Waits for a signal or for a process to end, so long at most. Returns the descriptors of those that ended."""
         poller = select.poll()
         for descriptor in (self._wakeup, *pidfds):
             poller.register(descriptor, select.POLLIN)
-        poller.poll(seconds * 1000)
+        ready = [descriptor for descriptor, _ in poller.poll(seconds * 1000)]
         with suppress(BlockingIOError):
             while os.read(self._wakeup, 1024):
                 pass
         self._ended.update(processes.reap())
+        return [descriptor for descriptor in ready if descriptor != self._wakeup]
 
     def _take_signal(self, *_: object) -> None:
         self._num_signals += 1

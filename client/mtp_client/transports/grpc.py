@@ -68,7 +68,7 @@ def _sequence_message(request: SequenceRequest, timeout: float) -> service_pb2.M
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> Outputs:
-    """Arrays by name. Each streamed token comes here, and `InferResult.as_numpy` looks for every name from the start."""
+    """Arrays by name; for each streamed token. `InferResult.as_numpy` would look through all outputs for each of them."""
     arrays = {}
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.datatype == "BYTES":

@@ -64,6 +64,18 @@ def test_a_run_is_what_the_engine_generates(deepseek):
     assert bench.decode(prompts, 10, 0).num_steps == 9
 
 
+def test_every_prompt_is_computed(deepseek):
+    """A time to the first token is none of a prompt that the cache holds, whatever ran before."""
+    prompts = [[*range(40, 80)]] * 3
+    bench = Bench(deepseek, 2, max_model_len=64, num_threads=1)
+    for num_drafts in (1, 2, 0):
+        bench.decode(prompts[:2], 2, num_drafts)
+        bench.decode(prompts, 2, num_drafts)
+    for engine, runs in zip((bench.engines[False], bench.engines[True]), (5, 10), strict=True):
+        assert engine.totals.prefix.num_cached_tokens == 0
+        assert engine.totals.num_step_tokens >= runs * 40
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -74,6 +74,24 @@ def test_one_thread_is_not_bound(monkeypatch):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="has one processor only")
+def test_threads_that_wait_sleep(monkeypatch):
+    """Behind an operation the second thread waits for the next one. Messages have its processor soon."""
+    program = (
+        "import time, torch; torch.set_num_threads(2); x = torch.ones(1 << 20); used = 0.0\n"
+        "for _ in range(20):\n"
+        "    x.add_(1); before = time.process_time(); time.sleep(0.03); used += time.process_time() - before\n"
+        "print(used)"
+    )
+    for name in [*VARIABLES, "OMP_WAIT_POLICY"]:
+        monkeypatch.delenv(name, raising=False)
+    ours = engine_environment()
+    without = {name: value for name, value in ours.items() if name != "GOMP_SPINCOUNT"}
+    command = [sys.executable, "-c", program]
+    used, usual = (float(subprocess.check_output(command, env=given, timeout=120)) for given in (ours, without))
+    assert used < usual / 3
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="has one processor only")
 def test_threads_for_messages_are_not_bound():
     """Those of a thread that is bound to one processor."""
     everywhere, found = os.sched_getaffinity(0), []

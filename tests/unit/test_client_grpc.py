@@ -303,7 +303,7 @@ def test_outputs():
     texts = np.array(["", "größer", "a\0b"], np.object_)
     for name, values in (("texts", texts), ("none", texts[:0])):
         response.outputs.add(name=name, datatype="BYTES", shape=[len(values), 1])
-        response.raw_output_contents.append(b"".join([serialize_byte_tensor(values).item()] if len(values) else []))
+        response.raw_output_contents.append(serialize_byte_tensor(values).item() if len(values) else b"")
     found, library = _outputs(response), InferResult(response)
     assert list(found) == [*kinds, "texts", "none"]
     for name, array in found.items():

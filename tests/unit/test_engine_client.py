@@ -1,11 +1,13 @@
 """A role's connection to the engine, against a socket that stands for the engine."""
 
 import os
+import queue
 import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -17,7 +19,7 @@ from mtp_backend.serving.engine_client import (
     LONGEST_POLL_SECONDS,
     EngineClient,
 )
-from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Taken, Welcome
+from mtp_backend.serving.messages import Bye, Cancel, Failed, Hello, Stats, Taken, Welcome
 from mtp_backend.serving.rendezvous import Rendezvous
 
 
@@ -42,10 +44,10 @@ def take(socket):
     return address, list(messages.decode_to_engine(frame))
 
 
-def connect(socket, config):
+def connect(socket, config, metrics=None):
     """A client of the engine, and its address."""
     with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(EngineClient, config, os.getpid())
+        made = pool.submit(EngineClient, config, os.getpid(), metrics)
         address, [hello] = take(socket)
         assert isinstance(hello, Hello)
         socket.send_multipart([address, messages.encode([Welcome(256)])])
@@ -141,3 +143,15 @@ def test_few_questions_to_the_server(engine):
     client.close()
     # At 200 of them once a second at most, in place of ten times.
     assert 200 <= counts["questions"] <= 200 * (seconds / LONGEST_POLL_SECONDS + 1)
+
+
+def test_statistics(engine):
+    """All that have come are passed on together: those that are left would wait for the next ones, for ever later."""
+    socket, config = engine
+    taken = queue.SimpleQueue()
+    client, address = connect(socket, config, SimpleNamespace(take=taken.put))
+    counts = {name: 0 for name in Stats.__struct_fields__ if name not in ("accepted_per_pos", "requests")}
+    sent = [Stats(**counts | {"num_steps": number}, accepted_per_pos=[], requests=[]) for number in range(5)]
+    socket.send_multipart([address, messages.encode(sent)])
+    assert [taken.get(timeout=30).num_steps for _ in sent] == [0, 1, 2, 3, 4]
+    client.close()

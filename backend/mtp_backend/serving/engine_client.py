@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -234,12 +233,7 @@ class EngineClient:
                 self._rendezvous.show_role_life()
             if not stirred:
                 continue
-            with suppress(queue.Empty):
-                stats = self._stats.get_nowait()  # none come unless they are wanted
-                if stats is None:
-                    self._metrics.restarted()
-                else:
-                    self._metrics.take(stats)
+            self._pass_statistics_on()
             with self._lock:
                 pending = list(self._open.items())
             if pending:
@@ -250,3 +244,12 @@ class EngineClient:
             with self._lock:
                 if gone and self._commands is not None:
                     self._commands.send(messages.encode([Cancel(number) for number in gone]))
+
+    def _pass_statistics_on(self) -> None:
+        """All that have come: with many requests open, more come than this thread wakes."""
+        while not self._stats.empty():
+            stats = self._stats.get()
+            if stats is None:
+                self._metrics.restarted()
+            else:
+                self._metrics.take(stats)

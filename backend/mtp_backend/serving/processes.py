@@ -14,7 +14,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 POLL_SECONDS = 0.02
-LONGEST_LOOK_SECONDS = 2.0
+LOOK_SECONDS = 2.0  # between looks at signs of life; of a longer time this process was not awake for the rest
 
 
 def adopt_orphans() -> None:
@@ -75,7 +75,7 @@ class Pulse:
         A process that never has shown any is not expected to.
         """
         now = self._clock()
-        awake, self._looked = min(now - self._looked, LONGEST_LOOK_SECONDS), now
+        awake, self._looked = min(now - self._looked, LOOK_SECONDS), now
         self._silent = 0.0 if life is None or life != self._last else self._silent + awake
         self._last = life
         return self._silent

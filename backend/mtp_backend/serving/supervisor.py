@@ -19,7 +19,6 @@ from mtp_backend.serving.shared_memory import Regions
 
 log = logging.getLogger("mtp.serve")
 TICK_SECONDS = 0.2
-LOOK_SECONDS = 2.0  # between looks for signs of life, which processes show about so often
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.5, 30.0
 STABLE_SECONDS = 60.0  # having served for so long, the next restart is a first one again
 MAX_FAILED_STARTS = 5  # in a row, after having served
@@ -130,7 +129,7 @@ class Supervisor:
             for pid in self._watched:
                 stubs[os.pidfd_open(pid)] = pid
             while not self._num_signals:
-                ended = self._wait(list(stubs), LOOK_SECONDS)
+                ended = self._wait(list(stubs), processes.LOOK_SECONDS)
                 if server in self._ended:
                     return self._how_ended(server)
                 if ended:

@@ -126,6 +126,37 @@ inline float sum(Vec vec) {
   return lanes[0];
 }
 
+// Lane i is sum(vecs[i]), to the bit: in each step two vectors become one, of halves that were added.
+inline Vec sums(const Vec* vecs) {
+#if defined(MTP_AMX) || defined(MTP_AVX512)
+  __m512 quads[4];
+  for (int q = 0; q < 4; ++q) {
+    __m512 pairs[2];
+    for (int p = 0; p < 2; ++p) {
+      __m512 a = (__m512)vecs[q + 8 * p], b = (__m512)vecs[q + 8 * p + 4];
+      pairs[p] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    quads[q] = _mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88), _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
+  }
+  for (int q = 0; q < 4; q += 2)
+    quads[q] = _mm512_add_ps(_mm512_shuffle_ps(quads[q], quads[q + 1], 0x44), _mm512_shuffle_ps(quads[q], quads[q + 1], 0xee));
+  return (Vec)_mm512_add_ps(_mm512_shuffle_ps(quads[0], quads[2], 0x88), _mm512_shuffle_ps(quads[0], quads[2], 0xdd));
+#elif defined(MTP_AVX2)
+  __m256 pairs[4];
+  for (int p = 0; p < 4; ++p) {
+    __m256 a = (__m256)vecs[p], b = (__m256)vecs[p + 4];
+    pairs[p] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  for (int p = 0; p < 4; p += 2)
+    pairs[p] = _mm256_add_ps(_mm256_shuffle_ps(pairs[p], pairs[p + 1], 0x44), _mm256_shuffle_ps(pairs[p], pairs[p + 1], 0xee));
+  return (Vec)_mm256_add_ps(_mm256_shuffle_ps(pairs[0], pairs[2], 0x88), _mm256_shuffle_ps(pairs[0], pairs[2], 0xdd));
+#else
+  Vec result;
+  for (int i = 0; i < LANES; ++i) result[i] = sum(vecs[i]);
+  return result;
+#endif
+}
+
 // Two vectors' worth of bfloat16, and the sum of products of two of them added to `acc`. Which lane an element falls
 // into depends on its place alone.
 constexpr int PACK = 2 * LANES;

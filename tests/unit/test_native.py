@@ -50,6 +50,18 @@ def test_threads_do_not_change_a_product(threads):
     assert torch.equal(native.linear(x, weight), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_an_output_does_not_depend_on_the_others(rows, dtype):
+    """Some are summed side by side, those that are left over one by one."""
+    x, weight, scale = normal(rows, 200), (torch.randn(39, 200) * 20).to(dtype), torch.rand(39)
+    scales = [scale] * (dtype == torch.int8)
+    together = native.linear(x, weight, None, True, *scales)
+    for output in range(39):
+        alone = [part[output : output + 1] for part in (weight, *scales)]
+        assert torch.equal(native.linear(x, alone[0], None, True, *alone[1:])[:, 0], together[:, output])
+
+
 def test_linear_takes_rows_that_lie_apart():
     x, weight = normal(5, 96), normal(40, 96)
     expected = native.linear(x[:, 32:64].contiguous(), weight[::2, 16:48].contiguous())

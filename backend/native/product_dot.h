@@ -17,24 +17,13 @@ inline void pack_group(bf16* packed, std::int64_t m, std::int64_t k, std::int64_
 }
 
 constexpr int ROWS_W = 4;  // rows of w that are multiplied at a time
+constexpr std::int64_t DEPTH = 1 << 10;        // elements of K: some rows of so many stay in the first cache
+constexpr std::int64_t AHEAD_BYTES = 1 << 14;  // how far ahead memory is fetched, at least
 
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
-
-// What a product fetches in every step of K: lines of the next rows of w, or of those behind them.
-template <int N>
-struct Next {
-  static constexpr int LINES = N;
-  static constexpr bool NEAR = true;
-};
-template <int N>
-struct Behind {
-  static constexpr int LINES = N;
-  static constexpr bool NEAR = false;
-};
-using Nothing = Behind<0>;
 
 // out[m][n] = sum(acc[m][n]).
 template <int N, int M>
@@ -52,17 +41,34 @@ inline void store_sums(const Vec (&acc)[M][N], float* out) {
   }
 }
 
-// out[m][n] of N rows of w and M packed rows. Fetches `Ahead::LINES` cache lines in every step.
-template <int N, int M, typename Ahead, typename T>
-inline void product_tile(const T* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
-                         const char* ahead, float* out) {
-  constexpr int CACHE = Ahead::NEAR ? 3 : 2;  // the first, or the second
-  Vec acc[M][N] = {};  // all loops over it are unrolled: it is in registers
+// A part of K of some rows of w, and what is fetched while it is multiplied.
+template <typename T>
+struct Part {
+  const T* w;
+  std::int64_t stride, k;
+  bool first, last;    // of the parts of these rows
+  const T* next;       // what is multiplied after it
+  const char* behind;  // what is to come from memory
+};
+
+// Adds to the sums of N rows of w and M packed rows, which are in `acc` between the parts; behind the last one they are
+// written to out[m][n]. Fetches LINES cache lines in every step: of NEAR rows of what comes next into the first cache, and
+// if BEHIND of what is behind that into the second.
+template <int N, int M, int LINES, int NEAR, bool BEHIND, typename T>
+inline void product_tile(const Part<T>& part, const bf16* x, std::int64_t x_stride, Vec* acc_between, float* out) {
+  Vec acc[M][N];  // all loops over it are unrolled: it is in registers
+#pragma GCC unroll 16
+  for (int i = 0; i < M * N; ++i) acc[i / N][i % N] = Vec{};
+  if (!part.first)
+#pragma GCC unroll 16
+    for (int i = 0; i < M * N; ++i) acc[i / N][i % N] = acc_between[i];
+  const T* w = part.w;
+  const char* behind = part.behind;
   std::int64_t at = 0;
   auto step = [&](auto load) {
     Pack weights[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) weights[n] = load(w + n * w_stride + at);
+    for (int n = 0; n < N; ++n) weights[n] = load(w + n * part.stride + at);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       Pack row = load(x + m * x_stride + at);
@@ -70,63 +76,104 @@ inline void product_tile(const T* w, std::int64_t w_stride, const bf16* x, std::
       for (int n = 0; n < N; ++n) acc[m][n] = dot(acc[m][n], weights[n], row);
     }
   };
-  for (; at + PACK <= k; at += PACK) {
-    for (int line = 0; line < Ahead::LINES; ++line, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
-    step([](auto from) { return load_pack(from); });
-  }
-  if (at < k) step([&](auto from) { return load_pack(from, k - at); });
-  store_sums(acc, out);
+  auto steps = [&](std::int64_t end, const T* near) {
+    for (const char* next = reinterpret_cast<const char*>(near); at + PACK <= end; at += PACK) {
+      for (int line = 0; line < LINES; ++line, behind += 64, next += 64) {
+        if (BEHIND) __builtin_prefetch(behind, 0, 2);
+        prefetch(next);
+      }
+      step([](auto from) { return load_pack(from); });
+    }
+  };
+  for (int n = 0; n < NEAR; ++n) steps((n + 1) * part.k / NEAR, part.next + n * part.stride);
+  if constexpr (!NEAR) steps(part.k, part.next);
+  if (at < part.k) step([&](auto from) { return load_pack(from, part.k - at); });
+  if (part.last) return store_sums(acc, out);
+#pragma GCC unroll 16
+  for (int i = 0; i < M * N; ++i) acc_between[i] = acc[i / N][i % N];
 }
 
-// The products of N rows of w with all packed rows, some at a time. The first `carriers` of them fetch rows of w that
-// follow: the next ones if `Ahead::NEAR`, else those behind.
-template <int N, typename Ahead, typename T>
-inline void product_columns(const T* w, std::int64_t w_stride, const bf16* x, std::int64_t x_stride, std::int64_t k,
-                            std::int64_t rows, std::int64_t carriers, float* out) {
-  const char* ahead = reinterpret_cast<const char*>(w + (Ahead::NEAR ? N : 2 * N) * w_stride);
-  for (std::int64_t m = 0; m < rows; --carriers, ahead += k / PACK * Ahead::LINES * 64) {
-    auto multiply = [&](auto rows_at_a_time) {
-      constexpr int M = decltype(rows_at_a_time)::value;
-      if (carriers > 0)
-        product_tile<N, M, Ahead>(w, w_stride, x + m * x_stride, x_stride, k, ahead, out + m * BLOCK_N);
+// The products of N rows of w with all packed rows, some at a time. The first `carriers` of them fetch. Inlined, since a
+// call between two rows of w, while nothing is fetched, took 5 % of the time of a step.
+template <int N, int LINES, typename T>
+__attribute__((always_inline)) inline void product_columns(const T* w, std::int64_t w_stride, const bf16* x,
+                                                           std::int64_t x_stride, std::int64_t k, std::int64_t rows,
+                                                           std::int64_t carriers, float* out) {
+  constexpr int NEAR = LINES * 64 / (PACK * int(sizeof(T)));
+  Vec acc[BLOCK_M * N];
+  std::int64_t own = N * w_stride * std::int64_t(sizeof(T));
+  const char* behind = reinterpret_cast<const char*>(w) + (own > AHEAD_BYTES ? own : AHEAD_BYTES);
+  std::int64_t begin = 0;
+  do {
+    std::int64_t depth = least(DEPTH, k - begin);
+    bool last = begin + depth == k;
+    Part<T> part{w + begin, w_stride, depth, begin == 0, last, last ? w + N * w_stride : w + begin + depth, behind};
+    for (std::int64_t m = 0, carrier = 0; m < rows; ++carrier) {
+      auto multiply = [&](auto rows_at_a_time) {
+        constexpr int M = decltype(rows_at_a_time)::value;
+        if (carrier < carriers) {
+          product_tile<N, M, LINES, NEAR, true>(part, x + m * x_stride + begin, x_stride, acc + m * N, out + m * BLOCK_N);
+          part.behind += depth / PACK * LINES * 64, part.next += NEAR * w_stride;
+        } else {
+          product_tile<N, M, 0, 0, false>(part, x + m * x_stride + begin, x_stride, acc + m * N, out + m * BLOCK_N);
+        }
+        m += M;
+      };
+      if (rows - m >= 4)
+        multiply(Count<4>{});
+      else if (rows - m >= 2)
+        multiply(Count<2>{});
       else
-        product_tile<N, M, Nothing>(w, w_stride, x + m * x_stride, x_stride, k, ahead, out + m * BLOCK_N);
-      m += M;
-    };
-    if (rows - m >= 4)
-      multiply(Count<4>{});
-    else if (rows - m >= 2)
-      multiply(Count<2>{});
-    else
-      multiply(Count<1>{});
+        multiply(Count<1>{});
+    }
+    behind = part.behind;
+    begin += depth;
+  } while (begin < k);
+}
+
+// Of one or two packed rows: nothing but reading w takes time.
+template <int M, typename T>
+inline std::int64_t few_rows(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t x_stride,
+                             std::int64_t k, float* out) {
+  constexpr int LINES = ROWS_W * PACK * sizeof(T) / 64;
+  std::int64_t i = 0;
+  for (; i + ROWS_W <= n; i += ROWS_W) {
+    const T *own = w + i * w_stride, *next = own + ROWS_W * w_stride;
+    Part<T> whole{own, w_stride, k, true, true, next, nullptr};
+    product_tile<ROWS_W, M, LINES, 1, false>(whole, x, x_stride, nullptr, out + i);
   }
+  return i;
 }
 
 // out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows. `first`: of the products with
 // these rows of w, the one that fetches the next ones.
 //
-// Memory is fetched in the order in which it lies, evenly over the products with ROWS_W rows of w. In other orders, and
-// into the first cache beside many packed rows, the processor's own prefetcher does not follow, and the few reads that a
-// core has under way bring 11 to 13 GB/s in place of 30 (Zen 4). Rows that do not follow each other are fetched in part.
+// From memory they are fetched in the order in which they lie, evenly over the products with ROWS_W rows of w. In other
+// orders, or beside many packed rows straight into the first cache, the processor's own prefetcher does not follow, and the
+// few reads that a core has under way bring 11 to 13 GB/s in place of 30 (Zen 4). Rows that do not follow each other are
+// fetched in part.
 template <typename T>
 inline void unscaled(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* packed, std::int64_t rows,
                      std::int64_t k, bool first, float* out) {
   constexpr int LINES = ROWS_W * PACK * sizeof(T) / 64;  // of ROWS_W rows, in a step of one product
   std::int64_t width = mtp::packed_width(k), i = 0;
-  std::int64_t tiles = rows / 4 + (rows % 4 + 1) / 2;
-  auto columns = [&](auto ahead) {
-    using Given = decltype(ahead);
-    std::int64_t carriers = first ? LINES / Given::LINES : 0;
+  auto columns = [&](auto lines) {
+    constexpr int GIVEN = decltype(lines)::value;
+    std::int64_t carriers = first ? LINES / GIVEN : 0;
     for (; i + ROWS_W <= n; i += ROWS_W)
-      product_columns<ROWS_W, Given>(w + i * w_stride, w_stride, packed, width, k, rows, carriers, out + i);
+      product_columns<ROWS_W, GIVEN>(w + i * w_stride, w_stride, packed, width, k, rows, carriers, out + i);
   };
-  if (tiles == 1)
-    columns(Next<LINES>{});
-  else if (tiles < 4)
-    columns(Behind<(LINES + 1) / 2>{});
+  if (rows == 1)
+    i = few_rows<1>(w, w_stride, n, packed, width, k, out);
+  else if (rows == 2)
+    i = few_rows<2>(w, w_stride, n, packed, width, k, out);
+  else if (rows == 4)
+    columns(Count<LINES>{});
+  else if (rows <= 12)
+    columns(Count<(LINES + 1) / 2>{});
   else
-    columns(Behind<(LINES + 3) / 4>{});
-  for (; i < n; ++i) product_columns<1, Nothing>(w + i * w_stride, w_stride, packed, width, k, rows, 0, out + i);
+    columns(Count<(LINES + 3) / 4>{});
+  for (; i < n; ++i) product_columns<1, 0>(w + i * w_stride, w_stride, packed, width, k, rows, 0, out + i);
 }
 
 struct ProductSession {

@@ -33,7 +33,7 @@ def normal(*shape):
     return torch.randn(shape).bfloat16()
 
 
-@pytest.mark.parametrize("k", [1, 31, 64, 100, 1000])
+@pytest.mark.parametrize("k", [1, 31, 64, 100, 1000, 2100])
 @pytest.mark.parametrize("n", [1, 17, 32, 70])
 def test_linear_is_the_product_of_float32_and_its_rows_do_not_depend_on_the_batch(n, k):
     x, weight, bias = normal(70, k), normal(n, k), normal(n)

@@ -431,6 +431,15 @@ def test_full_disk(original, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_interrupted(original, tmp_path, monkeypatch, capsys):
     """Ctrl-C while the tensors are being written."""
 

@@ -16,9 +16,13 @@ inline void pack_group(bf16* packed, std::int64_t m, std::int64_t k, std::int64_
   }
 }
 
-constexpr int ROWS_W = 4;  // rows of w that are multiplied at a time
+constexpr int ROWS_W = 4;                      // rows of w that are multiplied at a time
 constexpr std::int64_t DEPTH = 1 << 10;        // elements of K: some rows of so many stay in the first cache
 constexpr std::int64_t AHEAD_BYTES = 1 << 14;  // how far ahead memory is fetched, at least
+
+// Cache lines that ROWS_W rows of w have in a step of one product.
+template <typename T>
+constexpr int STEP_LINES = ROWS_W * PACK * sizeof(T) / 64;
 
 template <int N>
 struct Count {
@@ -135,12 +139,11 @@ __attribute__((always_inline)) inline void product_columns(const T* w, std::int6
 template <int M, typename T>
 inline std::int64_t few_rows(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t x_stride,
                              std::int64_t k, float* out) {
-  constexpr int LINES = ROWS_W * PACK * sizeof(T) / 64;
   std::int64_t i = 0;
   for (; i + ROWS_W <= n; i += ROWS_W) {
     const T *own = w + i * w_stride, *next = own + ROWS_W * w_stride;
     Part<T> whole{own, w_stride, k, true, true, next, nullptr};
-    product_tile<ROWS_W, M, LINES, 1, false>(whole, x, x_stride, nullptr, out + i);
+    product_tile<ROWS_W, M, STEP_LINES<T>, 1, false>(whole, x, x_stride, nullptr, out + i);
   }
   return i;
 }
@@ -155,7 +158,7 @@ inline std::int64_t few_rows(const T* w, std::int64_t w_stride, std::int64_t n, 
 template <typename T>
 inline void unscaled(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* packed, std::int64_t rows,
                      std::int64_t k, bool first, float* out) {
-  constexpr int LINES = ROWS_W * PACK * sizeof(T) / 64;  // of ROWS_W rows, in a step of one product
+  constexpr int LINES = STEP_LINES<T>;
   std::int64_t width = mtp::packed_width(k), i = 0;
   auto columns = [&](auto lines) {
     constexpr int GIVEN = decltype(lines)::value;

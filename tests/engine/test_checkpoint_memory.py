@@ -61,8 +61,8 @@ def test_the_network_is_held_once(quantize, held_as, directory, tmp_path):
         directory = shutil.copytree(directory, tmp_path / "checkpoint")
         quantize(directory)
     command = [sys.executable, "-c", LOAD, str(DEMO["deepseek"]), str(directory), held_as]
-    # Not what tests otherwise compute in: a heap of large pages held up to 50 MB more than was asked of it, as the system
-    # had pages to give (1 of 10 times beside other work).
+    # Not what tests otherwise compute in: a heap of large pages held up to 50 MB more than was asked of it, as the
+    # system had pages to give (1 of 10 times beside other work).
     small_pages = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=small_pages

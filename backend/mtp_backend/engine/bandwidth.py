@@ -17,7 +17,8 @@ def read_bandwidth(num_bytes: int) -> float:
     """Bytes a second that torch's threads read of a buffer, by the faster of two operations that do little else.
 
     Those are sums and products with a vector: which one reads in the order that a processor fetches ahead differs (on a
-    Zen 4 sums read twice as fast). Medians over blocks, so that what interrupts the process for a moment does not count.
+    Zen 4 sums read twice as fast). Medians over blocks, so that what interrupts the process for a moment does not
+    count.
 
     Args:
         num_bytes: size of the buffer, which is read from end to end several times. One that fits into a cache of the

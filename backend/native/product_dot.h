@@ -103,7 +103,7 @@ template <int N, int LINES, typename T>
 __attribute__((always_inline)) inline void product_columns(const T* w, std::int64_t w_stride, const bf16* x,
                                                            std::int64_t x_stride, std::int64_t k, std::int64_t rows,
                                                            std::int64_t carriers, float* out) {
-  constexpr int NEAR = LINES * 64 / (PACK * int(sizeof(T)));
+  constexpr int NEAR = ROWS_W * LINES / STEP_LINES<T>;
   Vec acc[BLOCK_M * N];
   std::int64_t own = N * w_stride * std::int64_t(sizeof(T));
   const char* behind = reinterpret_cast<const char*>(w) + (own > AHEAD_BYTES ? own : AHEAD_BYTES);

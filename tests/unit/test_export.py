@@ -476,5 +476,4 @@ def test_memory_is_bounded(original, tmp_path, monkeypatch):
     write, most, before = export_module.write_tensors, [], anonymous()
     monkeypatch.setattr(export_module, "write_tensors", watched)
     export_mtp(original, tmp_path / "out")
-    # KiB, of 192 MiB; a heap of large pages may hold some 50 MB that nobody asked for.
-    assert len(most) > 48 and max(most) - before < 128 * 1024
+    assert len(most) > 48 and max(most) - before < 64 * 1024  # KiB, of 192 MiB

@@ -7,6 +7,8 @@
 namespace mtp {
 namespace {
 
+constexpr std::int64_t LEAST_QUERIES = 16;  // of an item that is split: as many as are multiplied at a time
+
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Positions that a row selects; they are padded with −1 at the end.
@@ -18,12 +20,12 @@ std::int64_t count_selected(const Attention& job, std::int64_t row) {
   return count;
 }
 
-// Adds the items of `rows` consecutive rows of a sequence.
-void add_rows(AttentionPlan& plan, const Attention& job, AttentionItem item, std::int64_t rows) {
+// Adds the items of `rows` consecutive rows of a sequence, each of `most` queries at most.
+void add_rows(AttentionPlan& plan, const Attention& job, AttentionItem item, std::int64_t rows, std::int64_t most) {
   std::int64_t queries = rows * job.group();
   for (item.kv_head = 0; item.kv_head < job.kv_heads; ++item.kv_head)
-    for (item.first_query = 0; item.first_query < queries; item.first_query += ATTENTION_QUERIES) {
-      item.queries = std::min(ATTENTION_QUERIES, queries - item.first_query);
+    for (item.first_query = 0; item.first_query < queries; item.first_query += most) {
+      item.queries = std::min(most, queries - item.first_query);
       std::int64_t last = item.first_position + (item.first_query + item.queries - 1) / job.group();
       item.tiles = divide_up(item.selected < 0 ? last + 1 : item.selected, ATTENTION_TILE);
       plan.items.push_back(item);
@@ -52,10 +54,9 @@ void split_long_items(AttentionPlan& plan, std::int64_t threads) {
   plan.items = std::move(items);
 }
 
-}  // namespace
-
-AttentionPlan plan_attention(const Attention& job, std::int64_t sequences, const std::int64_t* query_ends,
-                             const std::int64_t* kv_lens, std::int64_t threads) {
+// The items with all their tiles, each of `most` queries at most.
+AttentionPlan plan_items(const Attention& job, std::int64_t sequences, const std::int64_t* query_ends,
+                         const std::int64_t* kv_lens, std::int64_t most) {
   AttentionPlan plan;
   std::int64_t row = 0;
   for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
@@ -68,13 +69,26 @@ AttentionPlan plan_attention(const Attention& job, std::int64_t sequences, const
       // Rows that select all that they may see go together.
       while (job.selection && row + rows < end && count_selected(job, row + rows) == row + rows + shift + 1) ++rows;
       if (!rows) item.selected = count_selected(job, row), rows = 1;
-      add_rows(plan, job, item, rows);
+      add_rows(plan, job, item, rows, most);
       row += rows;
     }
   }
   std::int64_t width = job.values.width;
   for (int part = 0; part < job.parts; ++part) width += job.keys[part].width;
   for (const AttentionItem& item : plan.items) plan.work += item.queries * item.tiles * ATTENTION_TILE * width;
+  return plan;
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const Attention& job, std::int64_t sequences, const std::int64_t* query_ends,
+                             const std::int64_t* kv_lens, std::int64_t threads) {
+  std::int64_t most = ATTENTION_QUERIES, queries = 0;
+  AttentionPlan plan = plan_items(job, sequences, query_ends, kv_lens, most);
+  // Of short sequences a tile of all queries may be more than a thread's share.
+  for (const AttentionItem& item : plan.items) queries += item.queries * item.tiles;
+  while (most > LEAST_QUERIES && most * threads > queries) most /= 2;
+  if (most < ATTENTION_QUERIES) plan = plan_items(job, sequences, query_ends, kv_lens, most);
   if (threads > 1) split_long_items(plan, threads);
   return plan;
 }

@@ -16,7 +16,7 @@ namespace mtp {
 namespace {
 
 // Fewer multiply-adds than this for each thread are not worth waking one.
-constexpr std::int64_t WORK_FOR_A_THREAD = 1 << 21;
+constexpr std::int64_t WORK_FOR_A_THREAD = 1 << 18;
 
 // Memory that is kept from call to call; for each thread that calls.
 template <int USE>

@@ -134,6 +134,19 @@ def test_long_sequences_are_split_over_threads_without_a_change():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_queries_of_a_short_sequence_are_split_over_threads_without_a_change(rows):
+    batch = Batch([(50, rows)], 16, (96, 32))
+    query = [normal(rows, 40, 96), normal(rows, 40, 32)]
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(mla(batch, query))
+    torch.set_num_threads(1)
+    torch.testing.assert_close(results[0].float(), reference(batch, query), **TOLERANCE)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_great_scores_do_not_overflow():
     batch = Batch([(600, 3)], 16, (64, 64), 2)
     query = [normal(3, 4, 64) * 50]

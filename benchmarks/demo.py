@@ -6,6 +6,7 @@ so that the ratio of their speeds does not depend on how busy the machine is. Ex
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from mtp_backend.environment import unbound
+from mtp_backend.environment import VARIABLES, unbound
 from mtp_client import Client, MtpError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,21 +50,36 @@ class Addresses(NamedTuple):
 
 @contextmanager
 def server(
-    model: str, num_drafts: int, folder: Path, values: Mapping[str, object] | None = None
+    model: str,
+    num_drafts: int,
+    folder: Path,
+    values: Mapping[str, object] | None = None,
+    adaptive: bool = False,
 ) -> Iterator[Addresses]:
-    """Runs a server of its own on free loopback ports; `values` take the place of some in the model's file."""
-    repository = folder / f"{model}-k{num_drafts}"
+    """Runs a server of its own on free loopback ports.
+
+    Args:
+        num_drafts: of each step; the most of them if the number is adaptive.
+        values: take the place of some in the model's file.
+    """
+    repository = folder / f"{model}-k{num_drafts}{'-adaptive' * adaptive}"
     create = [COMMANDS / "mtp", "repository", "create", repository]
     create += ["--values", ROOT / "model_repository" / "values" / f"{model}.toml"]
     for name, value in {**(values or {}), "num_speculative_tokens": num_drafts}.items():
         create += ["--set", f"{name}={value}"]
     subprocess.run(create, check=True, stdout=subprocess.DEVNULL)
+    if adaptive:
+        engine = json.loads((repository / "engine.json").read_text())
+        engine["speculative"]["adaptive_draft_length"] = True
+        (repository / "engine.json").write_text(json.dumps(engine))
     http, grpc, metrics = _free_ports(3)
     serve = [COMMANDS / "mtp", "serve", repository, "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
     log = folder / f"{repository.name}.log"
-    # A benchmark's own tensor library may have bound it to one processor, where its children would stay.
+    # What a benchmark's own engine needs is not for its children: neither its variables, nor the one processor that its
+    # tensor library may have bound it to.
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with open(log, "w") as output, unbound(os.getppid()):
-        process = subprocess.Popen(list(map(str, serve)), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(list(map(str, serve)), stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
         _wait_until_ready(process, f"127.0.0.1:{grpc}", log)
         yield Addresses(f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}")

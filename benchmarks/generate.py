@@ -1,12 +1,12 @@
 """With and without MTP through a real server (`generate`): time to the first token, time per token and tokens a second.
 
-    .venv/bin/python benchmarks/generate.py CHECKPOINT [--concurrency 1 2 4 8 16 32 48 64 80] [--drafts 0 1]
+    .venv/bin/python benchmarks/generate.py CHECKPOINT [--concurrency 1 2 4 8 16 32 48 64 80] [--drafts 0 1 ..2]
         [--prompt 128] [--output 64] [--rounds 3] [--threads 2] [--engine] [--json FILE] [--png FILE]
 
-A server for each number of drafts runs all the time, and they are measured in turn: in every round all combinations,
-forwards and backwards. Each of so many clients sends two texts, one after the other, which are streamed; prompts are
-random and never the same. Figures are medians over the rounds, ratios the medians of the rounds' ratios to the
-first number of drafts. TTFT and TPOT are means over the texts of a run, as `mtp-client load` tells them.
+A server for each number of drafts (..2: adaptive, at most 2) runs all the time, and they are measured in turn: in every
+round all combinations, forwards and backwards. Each of so many clients sends two texts, one after the other, which are
+streamed; prompts are random and never the same. Figures are medians over the rounds, ratios the medians of the rounds'
+ratios to the first number of drafts. TTFT and TPOT are means over the texts of a run, as `mtp-client load` tells them.
 
 With --engine the same prompts go to the engine in this process too; the last column is the server's speed beside it.
 """
@@ -63,7 +63,13 @@ class Run:
 
 
 # (clients, drafts) → a run for each round.
-Runs = dict[tuple[int, int], list[Run]]
+Runs = dict[tuple[int, str], list[Run]]
+
+
+def speculation(drafts: str) -> tuple[int, bool]:
+    """What `--drafts` names: a number, and whether the engine chooses one up to that."""
+    number = drafts.removeprefix("..")
+    return int(number), number != drafts
 
 
 def prompts(tokenizer: Tokenizer, count: int, length: int, seed: int) -> list[str]:
@@ -100,10 +106,10 @@ def alone(llm: LLM, texts: list[str], num_sequences: int, num_tokens: int) -> fl
     return len(texts) * num_tokens / (time.perf_counter() - started)
 
 
-def measure(arguments: argparse.Namespace, urls: dict[int, str], engines: dict[int, LLM], tokenizer: Tokenizer) -> Runs:
+def measure(arguments: argparse.Namespace, urls: dict[str, str], engines: dict[str, LLM], tokenizer: Tokenizer) -> Runs:
     """All rounds; one before them, of the largest and the smallest load, is not counted."""
 
-    def run(size: int, drafts: int, number: int) -> Run:
+    def run(size: int, drafts: str, number: int) -> Run:
         texts = prompts(tokenizer, TEXTS_PER_CLIENT * size, arguments.prompt, 1000 * number + size)
         found = through_server(urls[drafts], texts, size, arguments.output)
         engine = alone(engines[drafts], texts, size, arguments.output) if engines else None
@@ -127,14 +133,14 @@ def ratio(first: list[Run], second: list[Run], value: Callable[[Run], float]) ->
     return median(value(a) / value(b) for a, b in zip(first, second, strict=True))
 
 
-def table(runs: Runs, baseline: int) -> list[str]:
+def table(runs: Runs, baseline: str) -> list[str]:
     """A line for each load; `baseline` is the number of drafts that ratios are taken to."""
-    lines = ["clients  k  TTFT ms  TPOT ms  output/s  total/s  accepted  TPOT ratio  total/s ratio  of the engine"]
+    lines = ["clients    k  TTFT ms  TPOT ms  output/s  total/s  accepted  TPOT ratio  total/s ratio  of the engine"]
     for (size, drafts), own in sorted(runs.items()):
         base = runs[size, baseline]
         made, accepted = (sum(run.load[name] for run in own) for name in ("draft_tokens", "accepted_draft_tokens"))
         lines.append(
-            f"{size:>7} {drafts:>2} {median(run.ttft for run in own):>8.1f} {median(run.tpot for run in own):>8.2f} "
+            f"{size:>7} {drafts:>4} {median(run.ttft for run in own):>8.1f} {median(run.tpot for run in own):>8.2f} "
             f"{median(run.output for run in own):>9.1f} {median(run.total for run in own):>8.1f} "
             f"{f'{accepted / made:.3f}' if made else '–':>9} "
             f"{ratio(base, own, lambda run: run.tpot):>11.3f} {ratio(own, base, lambda run: run.total):>14.3f} "
@@ -149,7 +155,7 @@ def draw(runs: Runs, file: Path) -> None:
     speed, latency = figure.subplots(1, 2)
     sizes = sorted({size for size, _ in runs})
     for drafts, colour in zip(sorted({drafts for _, drafts in runs}), COLOURS, strict=False):
-        label = f"MTP, k = {drafts}" if drafts else "without MTP"
+        label = "without MTP" if drafts == "0" else f"MTP, k = {drafts}"
         for axes, value in ((speed, lambda run: run.total), (latency, lambda run: run.tpot)):
             middle = [median(map(value, runs[size, drafts])) for size in sizes]
             axes.plot(sizes, middle, marker="o", color=colour, label=label)
@@ -165,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 48, 64, 80])
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--drafts", nargs="+", default=["0", "1"])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt, about")
     parser.add_argument("--output", type=int, default=64, help="tokens generated after it")
     parser.add_argument("--rounds", type=int, default=3)
@@ -180,16 +186,18 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="mtp-generate-"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
-        urls = {k: stack.enter_context(server("deepseek-demo", k, folder, values)).grpc for k in arguments.drafts}
-        engines = {}
-        if arguments.engine:
-            for k in arguments.drafts:
-                engines[k] = LLM(str(arguments.checkpoint), {"num_speculative_tokens": k} if k else None, **limits)
+        urls, engines = {}, {}
+        for drafts in arguments.drafts:
+            number, adaptive = speculation(drafts)
+            urls[drafts] = stack.enter_context(server("deepseek-demo", number, folder, values, adaptive)).grpc
+            if arguments.engine:
+                own = {"num_speculative_tokens": number, "adaptive_draft_length": adaptive}
+                engines[drafts] = LLM(str(arguments.checkpoint), own if number else None, **limits)
         runs = measure(arguments, urls, engines, tokenizer)
     print(*table(runs, arguments.drafts[0]), sep="\n")
     if arguments.json:
         rows = [
-            {"concurrency": size, "num_drafts": k, "runs": [asdict(run) for run in own]}
+            {"concurrency": size, "drafts": k, "runs": [asdict(run) for run in own]}
             for (size, k), own in runs.items()
         ]
         write_json({name: str(value) for name, value in vars(arguments).items()} | {"rows": rows}, arguments.json)

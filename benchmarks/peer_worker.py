@@ -1,6 +1,6 @@
 """One engine in one process: loads a checkpoint, then generates greedily for batches of token ids from standard input.
 
-    python benchmarks/peer_worker.py ENGINE MODEL NUM_DRAFTS MAX_MODEL_LEN MOST_SEQUENCES THREADS
+    python benchmarks/peer_worker.py ENGINE MODEL NUM_DRAFTS MAX_MODEL_LEN MOST_SEQUENCES THREADS INT8
 
 peers.py starts it, for each engine with the interpreter that has it, so nothing of the project is imported but by
 "ours". A line of input is {"prompts": [[id, …], …], "num_tokens": n}; the answer is {"seconds": wall time,
@@ -26,13 +26,17 @@ Generate = Callable[[Prompts, int], Prompts]
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line says; `model` is a checkpoint, for llama.cpp the server, a colon and a GGUF file."""
+    """What the command line says; `model` is a checkpoint, for llama.cpp the server, a colon and a GGUF file.
+
+    `int8` (0 or 1) is what that file has been made with, if it is for llama.cpp.
+    """
 
     model: str
     num_drafts: int
     max_model_len: int
     most_sequences: int
     threads: int
+    int8: int
 
 
 def ours(job: Job) -> Generate:
@@ -44,6 +48,7 @@ def ours(job: Job) -> Generate:
         max_model_len=job.max_model_len,
         max_num_seqs=job.most_sequences,
         num_threads=job.threads,
+        int8_weights=bool(job.int8),
     )
 
     def generate(prompts: Prompts, num_tokens: int) -> Prompts:

@@ -2,13 +2,15 @@
 
     benchmarks/peers.sh                                          # installs vLLM and llama.cpp
     .venv/bin/python benchmarks/peers.py CHECKPOINT [--rounds 3] [--concurrency 1 4 16] [--prompt 128] [--output 128]
-        [--threads 2] [--only NAME ...] [--json FILE] [--png FILE]
+        [--threads 2] [--int8] [--only NAME ...] [--json FILE] [--png FILE]
 
 Every engine runs in a process of its own, with and without one MTP draft a step; all but one stand still.
 Rounds go through the engines forwards and backwards in turn. Prompts are random tokens, never the same ones twice to an
 engine, so that no cache of prefixes helps. Decoding counts the tokens after the first: a run's time without that of a
 run that generates one token only. Texts are greedy; where one parts from ours, the rank of its token with us tells
 rounding (a near tie) from another network.
+
+With --int8 the weights are int8: ours with `int8_weights`, llama.cpp's as Q8_0. The others have no such thing on a CPU.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Variant:
     def start(self, arguments: argparse.Namespace) -> None:
         """Starts the process, waits until it has loaded, and stops it."""
         longest = max(arguments.prompt, LONG_PROMPT) + arguments.output
-        numbers = [self.num_drafts, longest, max(self.sizes), arguments.threads]
+        numbers = [self.num_drafts, longest, max(self.sizes), arguments.threads, int(arguments.int8)]
         environment = engine_environment() | {"OMP_NUM_THREADS": str(arguments.threads)}
         PEERS.mkdir(exist_ok=True)
         with open(PEERS / f"{self.name}.log", "w") as log, unbound(os.getppid()):
@@ -109,31 +111,32 @@ class Variant:
             os.killpg(self.process.pid, number)
 
 
-def variants(checkpoint: Path, sizes: list[int], only: list[str] | None) -> list[Variant]:
-    """Those that are installed; says which are not."""
-    own = Path(sys.executable)
+def variants(arguments: argparse.Namespace) -> list[Variant]:
+    """Those that are installed and have such weights; says which are not installed."""
+    own, python = Path(sys.executable), PEERS / "vllm/bin/python"
+    checkpoint, sizes, only = arguments.checkpoint, arguments.concurrency, arguments.only
     found = [Variant("ours", k, own, str(checkpoint), sizes) for k in (0, 1)]
-    found += [Variant("transformers", k, own, str(checkpoint), [1] if k else sizes) for k in (0, 1)]
-    python = PEERS / "vllm/bin/python"
-    if python.exists() and list(python.parent.parent.glob("lib/*/site-packages/vllm")):
-        found += [Variant("vllm", k, python, str(checkpoint), sizes) for k in (0, 1)]
-    else:
-        print("vllm: not installed")
+    if not arguments.int8:
+        found += [Variant("transformers", k, own, str(checkpoint), [1] if k else sizes) for k in (0, 1)]
+        if python.exists() and list(python.parent.parent.glob("lib/*/site-packages/vllm")):
+            found += [Variant("vllm", k, python, str(checkpoint), sizes) for k in (0, 1)]
+        else:
+            print("vllm: not installed")
     if SERVER.exists():
-        model = f"{SERVER}:{gguf(checkpoint)}"
+        model = f"{SERVER}:{gguf(checkpoint, 'q8_0' if arguments.int8 else 'bf16')}"
         found += [Variant("llama.cpp", k, own, model, sizes) for k in (0, 1)]
     else:
         print("llama.cpp: not installed")
     return [variant for variant in found if not only or variant.engine in only or variant.name in only]
 
 
-def gguf(checkpoint: Path) -> Path:
-    """The checkpoint as a GGUF file, made when it is newer than that."""
-    file = PEERS / "gguf" / f"{checkpoint.resolve().name}.gguf"
+def gguf(checkpoint: Path, kind: str) -> Path:
+    """The checkpoint as a GGUF file with weights of that kind, made when it is newer than that."""
+    file = PEERS / "gguf" / f"{checkpoint.resolve().name}.{kind}.gguf"
     if not file.exists() or file.stat().st_mtime < (checkpoint / "model.safetensors").stat().st_mtime:
         file.parent.mkdir(parents=True, exist_ok=True)
         converter = [sys.executable, Path(__file__).with_name("convert_gguf.py"), PEERS / "llama.cpp-src/llama.cpp"]
-        subprocess.run([*converter, checkpoint, file], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*converter, checkpoint, file, kind], check=True, stdout=subprocess.DEVNULL)
     return file
 
 
@@ -164,7 +167,8 @@ def compare(checkpoint: Path, all_variants: list[Variant], arguments: argparse.N
     reference = next((variant for variant in all_variants if variant.name == "ours"), None)
     if reference is None:
         return {}
-    llm = LLM(str(checkpoint), max_model_len=arguments.prompt + arguments.output, num_threads=arguments.threads)
+    limits = {"max_model_len": arguments.prompt + arguments.output, "num_threads": arguments.threads}
+    llm = LLM(str(checkpoint), int8_weights=arguments.int8, **limits)
     found = {}
     for variant in all_variants:
         equal, parted, ranks = 0, [], []
@@ -221,12 +225,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens generated after it")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--int8", action="store_true", help="weights in int8")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="engines, such as ours or 'vllm MTP k=1'")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     arguments = parser.parse_args()
     vocab = json.loads((arguments.checkpoint / "config.json").read_text())["vocab_size"] - 4  # without special tokens
-    started = variants(arguments.checkpoint, arguments.concurrency, arguments.only)
+    started = variants(arguments)
     try:
         for variant in started:
             print(f"loading {variant.name}", flush=True)

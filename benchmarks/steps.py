@@ -10,6 +10,7 @@ rounds. A device batch is the sequences in one pass of the target: steps answere
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import statistics
@@ -23,6 +24,7 @@ from pathlib import Path
 from demo import Addresses, end_on_sigterm, server
 from mtp_backend.config import EngineConfig
 from mtp_backend.engine.engine import Engine
+from mtp_backend.environment import start_again, unbound
 from mtp_backend.sampling import SamplingParams
 from mtp_client import Client
 
@@ -43,7 +45,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the engines")
     arguments = parser.parse_args()
     limits = {"num_threads": arguments.threads, "max_num_seqs": max(arguments.concurrency)}
-    engine = Engine(EngineConfig(str(arguments.checkpoint), {"num_speculative_tokens": arguments.drafts}, **limits))
     folder = Path(tempfile.mkdtemp(prefix="mtp-steps-"))
     values = {"model": arguments.checkpoint.resolve(), **limits}
     try:
@@ -51,6 +52,8 @@ def main() -> None:
             server("deepseek-demo", arguments.drafts, folder, values) as addresses,
             Client(addresses.grpc) as client,
         ):
+            drafts = {"num_speculative_tokens": arguments.drafts}
+            engine = Engine(EngineConfig(str(arguments.checkpoint), drafts, **limits))
             print("clients  engine's step  through Triton  added  device batch  steps/s")
             for count in arguments.concurrency:
                 compare(engine, client, addresses, count, arguments.steps)
@@ -112,7 +115,7 @@ def served_steps(client: Client, addresses: Addresses, count: int, num_steps: in
                 seconds.append(time.perf_counter() - started)
         return seconds[WARMUP_STEPS:]
 
-    with ThreadPoolExecutor(count) as pool:
+    with unbound(os.getppid()), ThreadPoolExecutor(count) as pool:
         running = [pool.submit(run, number) for number in range(count)]
         ready.wait()
         before = _passes(addresses)
@@ -130,4 +133,5 @@ def _passes(addresses: Addresses) -> float:
 
 
 if __name__ == "__main__":
+    start_again()
     main()

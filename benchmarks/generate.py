@@ -197,8 +197,7 @@ def main() -> None:
     print(*table(runs, arguments.drafts[0]), sep="\n")
     if arguments.json:
         rows = [
-            {"concurrency": size, "drafts": k, "runs": [asdict(run) for run in own]}
-            for (size, k), own in runs.items()
+            {"concurrency": size, "drafts": k, "runs": [asdict(run) for run in own]} for (size, k), own in runs.items()
         ]
         write_json({name: str(value) for name, value in vars(arguments).items()} | {"rows": rows}, arguments.json)
     if arguments.png:

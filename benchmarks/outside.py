@@ -56,6 +56,7 @@ COMPUTING = [
     (CausalLM, "__call__"),
     (CausalLM, "logits"),
     (MtpModule, "__call__"),
+    (MtpModule, "fill"),
     (MtpModule, "normed"),
     (MtpModule, "logits"),
     (native.Program, "run"),

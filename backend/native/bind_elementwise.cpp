@@ -103,21 +103,22 @@ Tensor swiglu(const Tensor& x) {
 // table[indices] for rows of any type.
 Tensor rows(const Tensor& table, const Tensor& indices) {
   Operation operation("mtp::rows");
-  check(table, "table", table.scalar_type(), {-1, -1}, true);
+  check(table, "table", table.scalar_type(), {-1, -1});
   check(indices, "indices", at::kLong, {-1}, true);
   Tensor y = new_tensor({indices.size(0), table.size(1)}, table.scalar_type());
   const std::int64_t* index = data<std::int64_t>(indices);
   const char* from = data<char>(table);
   char* to = data<char>(y);
   std::int64_t count = indices.size(0), allowed = table.size(0);
-  std::int64_t bytes = table.size(1) * std::int64_t(table.element_size());
+  std::int64_t element = std::int64_t(table.element_size()), bytes = table.size(1) * element;
+  std::int64_t stride = table.stride(0) * element;
   auto check_indices = [=] {
     for (std::int64_t i = 0; i < count; ++i)
       TORCH_CHECK(0 <= index[i] && index[i] < allowed, "indices: ", index[i], "; allowed: 0 to ", allowed - 1);
     return std::int64_t(1);
   };
   perform({1, check_indices, [=](std::int64_t, std::int64_t) {
-             for (std::int64_t i = 0; i < count; ++i) std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
+             for (std::int64_t i = 0; i < count; ++i) std::memcpy(to + i * bytes, from + index[i] * stride, bytes);
            }});
   return y;
 }

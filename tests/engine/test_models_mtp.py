@@ -1,17 +1,19 @@
 """The MTP module and the drafter against a plain reference and against transformers."""
 
 import random
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from mtp_backend import LLM, SamplingParams
+from mtp_backend.cache import Span, build_layout
 from mtp_backend.graphs import Rows
 from mtp_backend.sampling.noise import exponential, stream_start
 from mtp_backend.speculation import DraftWork
 from reference.checkpoints import DEMO, FEATURES, greedy, save_random, transformers_model
 from reference.mtp import MtpReference
-from reference.paged import Paged, propose
+from reference.paged import CPU, Paged, propose
 from tokenizers import Tokenizer
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
@@ -61,6 +63,28 @@ def test_extend_logits(directory, reference, sequences, hidden, chunk, block_siz
     for tokens, target_rows, row in zip(sequences, hidden, rows, strict=True):
         expected = reference.logits(reference.rows(tokens[1:], target_rows[:-1]))
         assert (paged.networks.mtp[0].logits(row) - expected).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def test_last_rows_and_what_is_written(directory, sequences, hidden):
+    """The last row of each sequence is as among all rows, and the cache is the same, also where no row is wanted."""
+    paged = Paged(directory)
+    spans = [Span(paged.new_table(len(tokens)), 0, len(tokens) - 1) for tokens in sequences]
+    ends = [Span(span.block_table, span.length - 1, 1) for span in spans]
+    last = torch.tensor([span.length for span in spans]).cumsum(0) - 1
+    tokens = torch.tensor([token for own in sequences for token in own[1:]])
+    mtp, cache = paged.networks.mtp[0], paged.cache.layers[-paged.num_draft_layers]
+    written, rows = [], []
+    for run in (mtp, partial(mtp, last=(last, build_layout(ends, paged.block_size, CPU))), mtp.fill):
+        for part in cache:
+            part.zero_()
+        layout = build_layout(spans, paged.block_size, CPU)
+        rows.append(run(tokens, torch.cat([own[:-1] for own in hidden]), paged.networks.rotary, layout, cache))
+        written.append([part.clone() for part in cache])
+    assert len(rows[1]) == len(spans) and (rows[1] - rows[0][last]).abs().max() < TOLERANCE
+    assert rows[2] is None and written[0][0].any()
+    for others in written[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(written[0], others, strict=True))
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ class Chain(Protocol):
     def run(
         self, token_ids: list[int], hidden: list[RowSpan], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
-        """Drafts for each sequence, as `EagleDrafter` makes them.
+        """Drafts for each sequence, as `EagleDrafter` makes them; one sequence wants some.
 
         Args:
             token_ids: tokens t[i+1] of all sequences' new positions i, [Σ length].
@@ -38,7 +38,7 @@ class Chain(Protocol):
 
 @dataclass
 class _GraphOfChain:
-    """The graph of one bucket, and what it reads: the rows that the first pass takes, and a batch for each pass."""
+    """The graph of one bucket, and what it reads: the rows that the first pass takes, and the batches of `chained_drafts`."""
 
     hidden: Tensor
     batches: list[StaticBatch]
@@ -74,17 +74,18 @@ class DraftChain:
         chain.batches[0].fill(token_ids, len(spans), padded)
         single = Bucket(bucket.num_sequences, 1)
         dummies = [Span([context.dummy_block], 0, 1)] * len(spans)
-        for index, batch in enumerate(chain.batches[1:], start=1):
-            steps = following(spans, num_drafts, index, dummies)
+        for index, batch in enumerate(chain.batches[1:]):
+            steps = single_tokens(spans, num_drafts, index, dummies)
             batch.fill([], len(spans), single.padded(steps, context.dummy_block))
-        drafts = chain.graph.run([batch.layout for batch in chain.batches]).tolist()
+        # The first batch is written, and not attended for.
+        drafts = chain.graph.run([batch.layout for batch in chain.batches[1:]]).tolist()
         return [own[:wanted] for own, wanted in zip(drafts, num_drafts, strict=False)]
 
     def _make(self, bucket: Bucket) -> _GraphOfChain:
         context, config, mode = self._context, self._config, self._mode
         single = Bucket(bucket.num_sequences, 1)
         first = context.static_batch(bucket, mode)
-        batches = [first] + [context.static_batch(single, mode) for _ in range(config.num_speculative_tokens - 1)]
+        batches = [first] + [context.static_batch(single, mode) for _ in range(config.num_speculative_tokens)]
         dtype = context.draft_cache[0].dtype
         hidden = torch.zeros(bucket.num_tokens, context.networks.config.hidden_size, dtype=dtype, device=context.device)
         drafts = chained_drafts(config, context)
@@ -110,38 +111,44 @@ class RecordedChain:
     def run(
         self, token_ids: list[int], hidden: list[RowSpan], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
-        """As `Chain.run`; None if no drafts are wanted, or if there is no dummy slot for each sequence."""
-        most = max(num_drafts)
-        if not most or len(spans) > len(self._dummies):
+        """As `Chain.run`; None if there is no dummy slot for each sequence."""
+        if len(spans) > len(self._dummies):
             return None
-        passes = [spans] + [following(spans, num_drafts, index, self._dummies) for index in range(1, most)]
+        passes = [spans]
+        passes += [single_tokens(spans, num_drafts, index, self._dummies) for index in range(max(num_drafts))]
         made = self._passes.run(self._drafts, RaggedBatch(token_ids, passes, hidden))
         return [[own[row] for own in made[:wanted]] for row, wanted in enumerate(num_drafts)]
 
 
-def following(spans: list[Span], num_drafts: list[int], index: int, dummies: list[Span]) -> list[Span]:
-    """Where pass `index` of a chain, counted from 0, puts its one token of each sequence.
+def single_tokens(spans: list[Span], num_drafts: list[int], index: int, dummies: list[Span]) -> list[Span]:
+    """Where the one token of each sequence stands that draft `index` of a chain comes from.
+
+    For the first draft it is the last one of the sequence's new tokens.
 
     Args:
-        spans: of pass 0.
+        spans: the new tokens.
         num_drafts: drafts wanted of each sequence; the dummy of its row stands in place of one that wants no more.
     """
     return [
-        Span(span.block_table, span.start + span.length + index - 1, 1) if index < wanted else dummy
+        Span(span.block_table, span.start + span.length + index - 1, 1) if index < max(wanted, 1) else dummy
         for span, wanted, dummy in zip(spans, num_drafts, dummies, strict=False)
     ]
 
 
 def chained_drafts(config: SpeculativeConfig, context: GraphContext) -> Function:
-    """The function of a chain: a draft of each sequence, int64 [R], from each layout of its batch."""
+    """The function of a chain: drafts of each sequence, int64 [R].
+
+    The first layout of its batch is that of the new tokens, whose keys are written; from each one of `single_tokens` behind
+    it comes a draft.
+    """
     mtp, rotary, ops = context.networks.mtp[0], context.networks.rotary, context.networks.mtp[0].ops
     cache = context.draft_cache
 
     def drafts(batch: PassBatch) -> tuple[Tensor, ...]:
         made: list[Tensor] = []
-        rows = mtp(batch.tokens, batch.hidden, rotary, batch.layouts[0], cache, config.mask_pos0)
-        rows = ops.rows(rows, batch.last)
-        for layout in batch.layouts[1:]:
+        written, ends, *following = batch.layouts
+        rows = mtp(batch.tokens, batch.hidden, rotary, written, cache, config.mask_pos0, (batch.last, ends))
+        for layout in following:
             normed = mtp.normed(rows)
             made.append(ops.most_likely(mtp.logits(normed)))
             carry = normed if config.mtp_carry == "normed" else rows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
 from mtp_backend.models.family import Family
-from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.decoder import Angles, LastRows, LayerCache
 from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
@@ -69,20 +69,33 @@ class GQAttention(Layer):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops)
         self.scale = config.head_dim**-0.5
 
-    def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
-        """[T, H] → [T, H]."""
-        query, key, value = (part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x))
-        query = self.ops.rotary(self.q_norm(query), *angles, interleaved=False)
-        key = self.ops.rotary(self.k_norm(key), *angles, interleaved=False)
-        key_cache, value_cache = cache
-        self.ops.write_cache(key_cache, layout.slots, key)
-        self.ops.write_cache(value_cache, layout.slots, value)
+    def forward(
+        self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache, last: LastRows | None = None
+    ) -> Tensor:
+        """[T, H] → [T, H], or of the last rows [R, H]."""
+        query = self.fill(x, angles, layout, cache)
+        if last is not None:
+            query, angles, layout = self.ops.rows(query, last.numbers), last.angles, last.layout
+        query = self.q_norm(query.view(len(query), -1, self.head_dim))
+        query = self.ops.rotary(query, *angles, interleaved=False)
+        keys, values = cache
         attended = self.ops.while_loading(
-            self.o_proj.weight,
-            query,
-            lambda: self.ops.gqa_attention(query, key_cache, value_cache, layout, self.scale),
+            self.o_proj.weight, query, lambda: self.ops.gqa_attention(query, keys, values, layout, self.scale)
         )
         return self.o_proj(attended.flatten(1))
+
+    def fill(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
+        """Writes the keys and values of a batch [T, H] into the cache.
+
+        Returns:
+            Its queries before norm and rotation, [T, heads · head_dim].
+        """
+        query, key, value = self.qkv_proj(x)
+        key, value = (part.view(len(x), -1, self.head_dim) for part in (key, value))
+        key = self.ops.rotary(self.k_norm(key), *angles, interleaved=False)
+        for cached, part in zip(cache, (key, value), strict=True):
+            self.ops.write_cache(cached, layout.slots, part)
+        return query
 
     def checkpoint_views(self) -> Iterator[tuple[str, Tensor]]:
         """The three projections of the merged one."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_backend.models.config import ModelConfig
-from mtp_backend.models.layers.decoder import DecoderLayer, LayerCache
+from mtp_backend.models.layers.decoder import DecoderLayer, LastRows, LayerCache
 from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear
 from mtp_backend.models.layers.norm import RMSNorm
@@ -64,20 +64,41 @@ class MtpModule(Layer):
         layout: BatchLayout,
         cache: LayerCache,
         mask_pos0: bool = False,
+        last: tuple[Tensor, BatchLayout] | None = None,
     ) -> Tensor:
         """Tokens t[i+1] [T] and hidden rows h[i] [T, H] → rows h'[i] [T, H], before `shared_head.norm`.
 
         Args:
             mask_pos0: zeros take the place of the embedding at position 0.
+            last: the last row of each sequence, int64 [R], and their layout as a batch of their own: these rows alone
+                are computed behind the keys, [R, H]. None for all.
         """
+        x = self._joined(token_ids, hidden, layout, mask_pos0)
+        rows = None if last is None else LastRows(*last, rotary(last[1].positions))
+        x, residual = self.layer(x, None, rotary(layout.positions), layout, cache, rows)
+        return self.ops.add(x, residual)
+
+    def fill(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rotary: RotaryTable,
+        layout: BatchLayout,
+        cache: LayerCache,
+        mask_pos0: bool = False,
+    ) -> None:
+        """Writes the keys that `forward` would write, and no more."""
+        x = self._joined(token_ids, hidden, layout, mask_pos0)
+        self.layer.fill(x, rotary(layout.positions), layout, cache)
+
+    def _joined(self, token_ids: Tensor, hidden: Tensor, layout: BatchLayout, mask_pos0: bool) -> Tensor:
+        """What the decoder layer takes, [T, H]."""
         embedding = self.ops.rows(self.embed_tokens.weight, token_ids)
         if mask_pos0:
             embedding = torch.where((layout.positions == 0)[:, None], 0.0, embedding)
         if self.rot is not None:
             hidden = self.rot(hidden)
-        x = self.eh_proj(self.ops.join(self.enorm(embedding), self.hnorm(hidden)))
-        x, residual = self.layer(x, None, rotary(layout.positions), layout, cache)
-        return self.ops.add(x, residual)
+        return self.eh_proj(self.ops.join(self.enorm(embedding), self.hnorm(hidden)))
 
     def normed(self, rows: Tensor) -> Tensor:
         """Rows of `forward` [N, H] → rows [N, H] after `shared_head.norm`, which `logits` takes."""

@@ -90,13 +90,13 @@ class Drafter(ABC):
             The drafts of each sequence, `num_drafts` of them.
         """
 
-    def _forward(self, layer: int, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
+    def _run(self, function: Function, batch: RaggedBatch) -> tuple[Tensor, Tensor | None]:
         """One pass of a draft layer.
 
         Returns:
-            Rows [T, H] before `shared_head.norm`, and the selection that they were made with.
+            Rows before `shared_head.norm`, and the selection that they were made with.
         """
-        rows, selection = self._passes.run(self._functions[layer], batch)
+        rows, selection = self._passes.run(function, batch)
         return rows.tensor, None if selection is None else selection.tensor
 
     def _function(self, layer: int, rotary: RotaryTable, cache: LayerCache) -> Function:
@@ -150,22 +150,24 @@ class EagleDrafter(Drafter):
     def __init__(self, config: SpeculativeConfig, context: GraphContext, chain: Chain | None) -> None:
         super().__init__(config, context)
         self.chain = chain
+        self._first, self._fill = self._functions_of_new_tokens(context.networks.rotary)
 
     def propose(self, work: list[DraftWork]) -> list[Drafts]:
         mtp = self._module(0)
         spans = [Span(item.block_table, item.start, len(item.token_ids)) for item in work]
         tokens, hidden = [token for item in work for token in item.token_ids], [item.hidden for item in work]
+        if not any(item.num_drafts for item in work):
+            self._passes.run(self._fill, RaggedBatch(tokens, [spans], hidden))
+            return [Drafts() for _ in work]
         if self.chain is not None and all(item.params.temperature == 0 for item in work):
             made = self.chain.run(tokens, hidden, spans, [item.num_drafts for item in work])
             if made is not None:
                 return [Drafts(token_ids) for token_ids in made]
-        rows, selection = self._forward(0, RaggedBatch(tokens, [spans], hidden))
+        ends = [Span(span.block_table, span.start + span.length - 1, 1) for span in spans]
+        rows, selection = self._run(self._first, RaggedBatch(tokens, [spans, ends], hidden))
         drafts = [Drafts() for _ in work]
         chain = [number for number, item in enumerate(work) if item.num_drafts]
-        if chain:
-            ends = torch.tensor([span.length for span in spans]).cumsum(0)
-            last = (ends[chain] - 1).to(self._device)
-            rows, selection = rows[last], _rows(selection, last)
+        rows, selection = rows[chain], _rows(selection, chain)
         index = 0
         while chain:
             normed = mtp.normed(rows)
@@ -181,8 +183,24 @@ class EagleDrafter(Drafter):
                 ]
                 tokens = [drafts[number].token_ids[-1] for number in chain]
                 carry = Rows(self._carry(rows, normed)[kept]).all
-                rows, selection = self._forward(0, RaggedBatch(tokens, [steps], [carry], _rows(selection, kept)))
+                following = RaggedBatch(tokens, [steps], [carry], _rows(selection, kept))
+                rows, selection = self._run(self._functions[0], following)
         return drafts
+
+    def _functions_of_new_tokens(self, rotary: RotaryTable) -> tuple[Function, Function]:
+        """The pass over the new tokens: their last rows, and where no drafts are wanted the layer's keys alone."""
+        mtp, cache, mask_pos0 = self._module(0), self._caches[0], self._config.mask_pos0
+
+        def first(batch: PassBatch) -> tuple[Tensor, Tensor | None]:
+            layout, ends = batch.layouts
+            rows = mtp(batch.tokens, batch.hidden, rotary, layout, cache, mask_pos0, (batch.last, ends))
+            return rows, ends.selection
+
+        def fill(batch: PassBatch) -> tuple[()]:
+            mtp.fill(batch.tokens, batch.hidden, rotary, batch.layouts[0], cache, mask_pos0)
+            return ()
+
+        return first, fill
 
 
 class VanillaDrafter(Drafter):
@@ -211,7 +229,7 @@ class VanillaDrafter(Drafter):
                     # The row of position end − layer, where this layer goes on next time; unused if there is none.
                     item.kept[layer] = above.tensor[-layer:][:1].clone()
                 hidden.append(above)
-            output, _ = self._forward(layer, RaggedBatch(tokens, [spans], hidden))
+            output, _ = self._run(self._functions[layer], RaggedBatch(tokens, [spans], hidden))
             normed = self._module(layer).normed(output)
             lengths = [span.length for span in spans]
             rows = Rows(self._carry(output, normed)).split(lengths)

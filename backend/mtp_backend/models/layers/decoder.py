@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,21 @@ LayerCache = tuple[Tensor, ...]
 Angles = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class LastRows:
+    """The last row of each sequence of a batch, where nobody reads the others behind a layer.
+
+    Attributes:
+        numbers: int64 [R], where they are in the batch.
+        layout: of them as a batch of their own. Their keys are written with those of the other rows.
+        angles: of their positions.
+    """
+
+    numbers: Tensor
+    layout: BatchLayout
+    angles: Angles
+
+
 class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward with residual additions."""
 
@@ -27,9 +44,16 @@ class DecoderLayer(Layer):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.mlp = feed_forward(config, layer, ops)
+        self.ops = ops
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, angles: Angles, layout: BatchLayout, cache: LayerCache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        angles: Angles,
+        layout: BatchLayout,
+        cache: LayerCache,
+        last: LastRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The stream before the layer as x + residual [T, H] → the stream behind it as two such parts.
 
@@ -38,11 +62,18 @@ class DecoderLayer(Layer):
 
         Args:
             residual: None if x is all of the stream.
+            last: the rows that are wanted behind the layer, [R, H]; None for all.
         """
         x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, angles, layout, cache)
+        x = self.self_attn(x, angles, layout, cache, last)
+        if last is not None:
+            residual = self.ops.rows(residual, last.numbers)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
+
+    def fill(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> None:
+        """Writes the keys of a batch [T, H] into the cache, and no more."""
+        self.self_attn.fill(self.input_layernorm(x), angles, layout, cache)
 
 
 def blank_embedding(config: ModelConfig) -> nn.Embedding:

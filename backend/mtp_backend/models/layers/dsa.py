@@ -100,7 +100,7 @@ class Indexer(Layer):
         self.scale = (self.heads * config.index_head_dim) ** -0.5
 
     def forward(self, x: Tensor, query_latent: Tensor, angles: Angles, layout: BatchLayout, keys: Tensor) -> Tensor:
-        """Rows [T, H] and the queries' latents of `MLAttention.project` → selection [T, index_topk].
+        """Rows [T, H] and the queries' latents of `MLAttention.fill` → selection [T, index_topk].
 
         Writes the batch's index keys into `keys` [blocks, block, 1, index_head_dim].
         """
@@ -129,9 +129,9 @@ class SparseMLAttention(MLAttention):
             )
         self.keeps_selection = layer >= config.num_hidden_layers and config.index_share_for_mtp_iteration
 
-    def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
-        """[T, H] → [T, H]."""
-        query_latent, kv = self.project(x)
+    def fill(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
+        """As `MLAttention.fill`, with the index keys; and selects."""
+        query_latent = super().fill(x, angles, layout, cache)
         if self.indexer is not None and not (self.keeps_selection and layout.selection is not None):
             layout.selection = self.indexer(x, query_latent, angles, layout, cache[2])
-        return self.attend(query_latent, kv, angles, layout, cache[:2])
+        return query_latent

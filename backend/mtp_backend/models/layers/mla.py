@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtp_backend.errors import CheckpointError
 from mtp_backend.models.config import ModelConfig
-from mtp_backend.models.layers.decoder import Angles, LayerCache
+from mtp_backend.models.layers.decoder import Angles, LastRows, LayerCache
 from mtp_backend.models.layers.layer import Layer
 from mtp_backend.models.layers.linear import Linear, Matrix, MergedLinear
 from mtp_backend.models.layers.norm import RMSNorm
@@ -76,31 +76,39 @@ class MLAttention(Layer):
         if config.yarn is not None:
             self.scale *= yarn_magnitude(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
 
-    def forward(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
-        """[T, H] → [T, H]."""
-        return self.attend(*self.project(x), angles, layout, cache)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, H] → what the queries are made of, [T, q_lora_rank], and latents and rope keys side by side.
-
-        The first is x itself where queries have no low-rank step.
-        """
-        if not self.has_query_rank:
-            return x, self.kv_a_proj_with_mqa(x)
-        query_latent, kv = self.qkv_a_proj(x)
-        return self.q_a_layernorm(query_latent), kv
-
-    def attend(
-        self, query_latent: Tensor, kv: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache
+    def forward(
+        self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache, last: LastRows | None = None
     ) -> Tensor:
-        """What `project` gave → [T, H]."""
+        """[T, H] → [T, H], or of the last rows [R, H]."""
+        query_latent = self.fill(x, angles, layout, cache)
+        if last is not None:
+            if layout.selection is not None:
+                last.layout.selection = layout.selection[last.numbers]
+            query_latent, angles, layout = self.ops.rows(query_latent, last.numbers), last.angles, last.layout
+        return self.attend(query_latent, angles, layout, cache)
+
+    def fill(self, x: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
+        """Writes the keys of a batch [T, H] into the cache.
+
+        Returns:
+            What the queries are made of, [T, q_lora_rank]; x itself where queries have no low-rank step.
+        """
+        if self.has_query_rank:
+            query_latent, kv = self.qkv_a_proj(x)
+            query_latent = self.q_a_layernorm(query_latent)
+        else:
+            query_latent, kv = x, self.kv_a_proj_with_mqa(x)
+        norm, (latent, rope) = self.kv_a_layernorm, cache[:2]
+        self.ops.write_latent(kv, norm.weight, norm.eps, *angles, self.interleaved, layout.slots, latent, rope)
+        return query_latent
+
+    def attend(self, query_latent: Tensor, angles: Angles, layout: BatchLayout, cache: LayerCache) -> Tensor:
+        """What `fill` gave → [T, H]."""
         project = self.q_b_proj if self.has_query_rank else self.q_proj
         query = project(query_latent).view(-1, self.heads, self.nope + self.rope)
         q_nope, q_rope = query.split_with_sizes([self.nope, self.rope], dim=-1)
         q_rope = self.ops.rotary(q_rope, *angles, self.interleaved)
-        norm = self.kv_a_layernorm
-        latent, rope = cache
-        self.ops.write_latent(kv, norm.weight, norm.eps, *angles, self.interleaved, layout.slots, latent, rope)
+        latent, rope = cache[:2]
         up = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         attended = self.ops.while_loading(
             self.o_proj.weight,

@@ -48,14 +48,14 @@ class Costs(NamedTuple):
 
 # (checkpoint, graph mode, drafts, sequences): of a step that commits a token for each sequence; with drafts, two.
 COSTS = {
-    ("deepseek", "eager", 0, 3): Costs(160, 74, 123, 479376, 5, 1, 255),
-    ("deepseek", "eager", 2, 3): Costs(286, 130, 218, 1885644, 18, 3, 466),
+    ("deepseek", "eager", 0, 3): Costs(160, 74, 123, 479376, 3, 1, 255),
+    ("deepseek", "eager", 2, 3): Costs(291, 134, 220, 1778388, 13, 3, 473),
     ("deepseek", "recorded", 0, 1): Costs(0, 1, 0, 0, 0, 1, 41),
     ("deepseek", "recorded", 0, 3): Costs(0, 1, 0, 0, 0, 1, 71),
     ("deepseek", "recorded", 2, 1): Costs(0, 2, 0, 0, 0, 3, 71),
     ("deepseek", "recorded", 2, 3): Costs(0, 2, 0, 0, 0, 3, 129),
-    ("glm", "eager", 0, 3): Costs(136, 74, 111, 194064, 5, 1, 243),
-    ("glm", "eager", 2, 3): Costs(250, 130, 200, 814860, 18, 3, 448),
+    ("glm", "eager", 0, 3): Costs(136, 74, 111, 194064, 3, 1, 243),
+    ("glm", "eager", 2, 3): Costs(255, 134, 202, 782484, 13, 3, 455),
     ("glm", "recorded", 0, 1): Costs(0, 1, 0, 0, 0, 1, 41),
     ("glm", "recorded", 0, 3): Costs(0, 1, 0, 0, 0, 1, 71),
     ("glm", "recorded", 2, 1): Costs(0, 2, 0, 0, 0, 3, 71),

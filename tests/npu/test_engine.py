@@ -176,11 +176,13 @@ def test_operations_and_copies_of_a_step(make_llm, name):
     npu = {key.removeprefix("npu::"): count for key, count in trace.operations.items() if key.startswith("npu::")}
     assert npu == NPU_OPERATIONS | OF_FAMILY[name]
     assert sum(trace.operations.values()) < 50 * LAYERS
-    # Each pass takes its tokens, positions, slots and block tables, each draft pass the rows that it goes on from, the
-    # head its rows; and it gives back its tokens.
-    assert len(trace.copies["host to device"]) <= 4 * PASSES + 2 + 1
+    # Each pass takes its tokens and its layout, each draft pass the rows that it goes on from, the first of them their
+    # layout too, the head its rows; and it gives back its tokens.
+    assert len(trace.copies["host to device"]) <= 2 * PASSES + 3 + 1
     assert len(trace.copies["device to host"]) <= PASSES
-    assert max(sum(trace.copies.values(), [])) <= 256  # a few numbers each
+    blocks = max(len(sequence.block_table) for sequence in engine.scheduler._running)
+    layout = 2 * 9 + 3 * blocks  # positions and slots of 3 sequences' tokens and drafts, and block tables
+    assert max(sum(trace.copies.values(), [])) <= 8 * layout
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,14 @@ def build_layout(spans: list[Span], block_size: int, device: torch.device) -> Ba
         position = np.arange(span.start, span.start + span.length)
         positions.append(position)
         slots.append(tables[row, position // block_size] * block_size + position % block_size)
+    count = sum(map(len, positions))
+    # One copy to the device.
+    packed = torch.from_numpy(np.concatenate([*positions, *slots, tables.ravel()])).to(device)
+    own_positions, own_slots, own_tables = packed.split([count, count, tables.size])
     return BatchLayout(
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        positions=own_positions,
+        slots=own_slots,
         query_ends=np.cumsum([span.length for span in spans]).tolist(),
         kv_lens=[span.start + span.length for span in spans],
-        block_tables=torch.from_numpy(tables).to(device),
+        block_tables=own_tables.view(tables.shape),
     )

@@ -28,7 +28,7 @@ Generate = Callable[[Prompts, int], Prompts]
 class Job:
     """What the command line says; `model` is a checkpoint, for llama.cpp the server, a colon and a GGUF file.
 
-    `int8` (0 or 1) is what that file has been made with, if it is for llama.cpp.
+    `int8`, 0 or 1: whether ours makes its weights so; a GGUF file has them already.
     """
 
     model: str

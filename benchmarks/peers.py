@@ -10,7 +10,7 @@ engine, so that no cache of prefixes helps. Decoding counts the tokens after the
 run that generates one token only. Texts are greedy; where one parts from ours, the rank of its token with us tells
 rounding (a near tie) from another network.
 
-With --int8 the weights are int8: ours with `int8_weights`, llama.cpp's as Q8_0. The others have no such thing on a CPU.
+With --int8 the weights are int8: ours with `int8_weights`, llama.cpp's as Q8_0. The others are left out.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Chain(Protocol):
 
 @dataclass
 class _GraphOfChain:
-    """The graph of one bucket, and what it reads: the rows that the first pass takes, and the batches of `chained_drafts`."""
+    """The graph of one bucket, and what it reads: the rows that its first pass takes, the batches of its function."""
 
     hidden: Tensor
     batches: list[StaticBatch]

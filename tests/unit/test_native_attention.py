@@ -121,10 +121,8 @@ def test_rows_do_not_depend_on_batch_rows_blocks_or_threads(case):
             assert torch.equal(attend(alone, [q[part] for q in query]), result[part])
 
 
-def test_long_sequences_are_split_over_threads_without_a_change():
-    sequences = [(5000, 2), (40, 1)]
-    batch = Batch(sequences, 16, (96, 32))
-    query = [normal(3, 16, 96), normal(3, 16, 32)]
+def check_on_threads(batch, query):
+    """The reference's result, and the same on any number of threads."""
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -132,19 +130,20 @@ def test_long_sequences_are_split_over_threads_without_a_change():
     torch.set_num_threads(1)
     torch.testing.assert_close(results[0].float(), reference(batch, query), **TOLERANCE)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_long_sequences_are_split_over_threads_without_a_change():
+    sequences = [(5000, 2), (40, 1)]
+    batch = Batch(sequences, 16, (96, 32))
+    query = [normal(3, 16, 96), normal(3, 16, 32)]
+    check_on_threads(batch, query)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_queries_of_a_short_sequence_are_split_over_threads_without_a_change(rows):
     batch = Batch([(50, rows)], 16, (96, 32))
     query = [normal(rows, 40, 96), normal(rows, 40, 32)]
-    results = []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        results.append(mla(batch, query))
-    torch.set_num_threads(1)
-    torch.testing.assert_close(results[0].float(), reference(batch, query), **TOLERANCE)
-    assert all(torch.equal(result, results[0]) for result in results)
+    check_on_threads(batch, query)
 
 
 def test_great_scores_do_not_overflow():

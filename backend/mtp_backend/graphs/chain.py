@@ -23,7 +23,7 @@ class Chain(Protocol):
     def run(
         self, token_ids: list[int], hidden: list[RowSpan], spans: list[Span], num_drafts: list[int]
     ) -> list[list[int]] | None:
-        """Drafts for each sequence, as `EagleDrafter` makes them; one sequence wants some.
+        """Drafts for each sequence, as `EagleDrafter` makes them; at least one sequence wants some.
 
         Args:
             token_ids: tokens t[i+1] of all sequences' new positions i, [Σ length].

@@ -249,5 +249,5 @@ def drafter_for(config: SpeculativeConfig, context: GraphContext, execution: Exe
     return EagleDrafter(config, context, execution.chain(config, context))
 
 
-def _rows(selection: Tensor | None, rows: Tensor | list[int]) -> Tensor | None:
+def _rows(selection: Tensor | None, rows: list[int]) -> Tensor | None:
     return None if selection is None else selection[rows]

@@ -18,6 +18,22 @@ def num_processors() -> int:
     return os.cpu_count() or 1
 
 
+def parent_of(process: int, proc: Path = PROC) -> int:
+    """The process that has started another, by number."""
+    return int(_stat(process, proc)[1])
+
+
+def processor_seconds(process: int, proc: Path = PROC) -> float:
+    """What a process has taken of the processors' time so far, to the kernel's tick of 10 ms."""
+    user, system = _stat(process, proc)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(process: int, proc: Path) -> list[str]:
+    """From the third field on (`man 5 proc_pid_stat`): the second is a name, which may have spaces."""
+    return (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
+
+
 def available_memory(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) -> int:
     """Bytes that this process can still take: of the machine's memory (`man 5 proc_meminfo`, MemAvailable) and of what
     its control groups, those of a container or a service, allow (the kernel's `admin-guide/cgroup-v2` and `cgroup-v1`).

@@ -220,7 +220,9 @@ PYBIND11_MODULE(_native, module) {
       .def(py::init<std::shared_ptr<Pool>>(), py::arg("pool"))
       .def("begin", &Program::begin, "From now on this thread's operations are recorded, as they are performed.")
       .def("end", &Program::end, "Ends that.")
-      .def("run", &Program::run, Calls(), "Performs them all again; nothing they read or write may have been freed.");
+      .def("run", &Program::run, py::arg("alone_until"), Calls(),
+           "Performs them all again; nothing they read or write may have been freed. Until a time of time.monotonic(), one "
+           "of two threads leaves its processor to others.");
   bind_elementwise(module);
   bind_attention(module);
 }

@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <optional>
 
@@ -19,6 +20,10 @@ thread_local const char* operation = "";
 
 std::int64_t threads_for(const Phase& phase) {
   return std::clamp<std::int64_t>(phase.plan ? phase.plan() : phase.threads, 1, at::get_num_threads());
+}
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
@@ -103,14 +108,31 @@ void Program::begin() {
 
 void Program::end() { recording = nullptr; }
 
-void Program::run() const {
+std::size_t Program::run_alone(double until) const {
+  std::size_t done = 0;
+  if (at::get_num_threads() != 2) return done;
+  bool watched = at::hasCallbacks();
+  for (; done < phases_.size() && seconds_now() < until; ++done) {
+    const Phase& phase = phases_[done];
+    std::optional<Operation> operation;
+    if (watched) operation.emplace(phase.operation);
+    std::int64_t threads = threads_for(phase);
+    for (std::int64_t thread = 0; thread < threads; ++thread) phase.work(thread, threads);
+  }
+  return done;
+}
+
+void Program::run(double alone_until) const {
+  std::size_t first = run_alone(alone_until);
+  if (first == phases_.size()) return;
   std::int64_t share = 0;
   std::exception_ptr failure;
   bool watched = at::hasCallbacks();
 #pragma omp parallel num_threads(at::get_num_threads())
   {
     std::int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
-    for (const Phase& phase : phases_) {
+    for (std::size_t index = first; index < phases_.size(); ++index) {
+      const Phase& phase = phases_[index];
       std::optional<Operation> operation;
       if (watched && !thread) operation.emplace(phase.operation);
       std::int64_t threads = std::min(phase.threads, all);

@@ -61,12 +61,14 @@ class Program {
   explicit Program(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
   void begin();
   void end();
-  // Performs the phases in one parallel region, without torch but for its profiler.
-  void run() const;
+  // Performs the phases in one parallel region, without torch but for its profiler. Of two threads one alone performs
+  // those that begin before `alone_until`, in seconds of the monotonic clock, and leaves a processor to others.
+  void run(double alone_until) const;
 
  private:
   friend void perform(Phase);
   friend Tensor new_tensor(at::IntArrayRef, at::ScalarType);
+  std::size_t run_alone(double until) const;  // how many phases that were
   std::shared_ptr<Pool> pool_;
   std::vector<Phase> phases_;
 };

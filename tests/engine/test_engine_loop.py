@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -112,6 +113,24 @@ def test_deadlines(loop, stuck, ids):
     for request in (1, 2):
         answer = role.take()
         assert isinstance(answer, Failed) and (answer.request, answer.code) == (request, "DEADLINE_EXCEEDED")
+
+
+def test_the_engine_lets_answers_pass(engine, ids, monkeypatch):
+    """As long as all of them take, which is measured once a second."""
+    way, given = Mock(**{"sent.return_value": 1234.5}), []
+    monkeypatch.setattr(engine_loop, "GivingWay", lambda clock: way)
+    monkeypatch.setattr(engine, "give_way", given.append)
+    with running(engine) as loop:
+        role = loop.role()
+        way.enter.assert_called_once_with(os.getpid())
+        role.send(*(Generate(number, ids, PLAIN | {"ignore_eos": True}, True) for number in (1, 2)))
+        for _ in range(2 * 4):
+            assert isinstance(role.take(), Generated)
+        assert becomes(lambda: way.measure.called)
+    num_messages = [call.args[0] for call in way.sent.call_args_list]
+    assert sum(num_messages) == 1 + 8 and 2 in num_messages  # the welcome, and both answers of a step
+    assert given == [1234.5] * len(num_messages)
+    assert way.stepped.call_count >= 4 and all(call.args[0] > 0 for call in way.stepped.call_args_list)
 
 
 def test_an_answer_does_not_wait_for_the_step_behind_it(loop, engine, ids, monkeypatch):

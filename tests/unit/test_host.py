@@ -1,7 +1,10 @@
 """What the machine and its control groups leave to a process, by files as the kernel writes them."""
 
+import os
+import time
+
 import pytest
-from mtp_backend.host import available_memory
+from mtp_backend.host import available_memory, parent_of, processor_seconds
 
 VERSION_1 = {
     "memory.limit_in_bytes": "6000\n",
@@ -45,3 +48,17 @@ def test_available_memory(tmp_path, groups, files, available):
 
 def test_this_machine():
     assert 1 << 20 < available_memory() < 1 << 50
+
+
+def test_processes(tmp_path):
+    """A name may have whatever stands between the fields."""
+    (tmp_path / "40").mkdir()
+    (tmp_path / "40/stat").write_text(f"40 (a) b (c) S 39 {' '.join('0' * 9)} 250 50 9 9\n")
+    assert parent_of(40, tmp_path) == 39
+    assert processor_seconds(40, tmp_path) == 300 / os.sysconf("SC_CLK_TCK")
+
+
+def test_this_process():
+    assert parent_of(os.getpid()) == os.getppid()
+    tick, before = 1 / os.sysconf("SC_CLK_TCK"), time.process_time()
+    assert before - 2 * tick <= processor_seconds(os.getpid()) <= time.process_time() + 2 * tick

@@ -1,6 +1,10 @@
 """Operations that are recorded once and performed again."""
 
+import threading
+import time
 from functools import cache
+from math import inf
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +98,47 @@ def test_same_as_performed(network, threads, count):
             result = run(passes, network, x, where).clone()
             assert torch.equal(result, run(plain, network, x, where))
     assert len(count) == 3  # (5, 2), (1, 1) and (40, 1), whatever the lengths of their texts
+
+
+def test_one_thread_leaves_its_processor(network, threads):
+    """For none, a part or all of a pass; results are the same."""
+    passes, plain = RecordedPasses(40, BLOCK, 64), PlainPasses(BLOCK, torch.device("cpu"))
+    where = spans(3, 2, kv=[7, 200])
+    for seconds in (0.0, *(0.00002 * part for part in range(50)), inf):
+        x = normal(5, 32)
+        passes.give_way(time.monotonic() + seconds)
+        result = run(passes, network, x, where).clone()
+        assert torch.equal(result, run(plain, network, x, where))
+
+
+def seconds_of_threads():
+    """What each thread of this process has computed, by its number."""
+    tasks = Path("/proc/self/task").glob("*/schedstat")
+    return {task.parent.name: int(task.read_text().split()[0]) / 1e9 for task in tasks}
+
+
+def test_the_other_thread_sleeps_meanwhile():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    passes, x, weight = RecordedPasses(4, BLOCK, 64), normal(4, 512), normal(4096, 512)
+
+    def computed(until):
+        """By each thread, in 50 passes."""
+        passes.give_way(until)
+        start = seconds_of_threads()
+        for _ in range(50):
+            run(passes, product, x, spans(4))
+        time.sleep(0.1)  # a thread that waits looks out for work for a while
+        return {thread: seconds - start.get(thread, seconds) for thread, seconds in seconds_of_threads().items()}
+
+    def product(batch):
+        return native.linear(batch.hidden, weight)
+
+    computed(0.0)  # threads start
+    together, alone = computed(0.0), computed(inf)
+    torch.set_num_threads(before)
+    other = max(together.keys() - {str(threading.get_native_id())}, key=together.get)
+    assert alone[other] < together[other] / 10
 
 
 def test_several_passes(network, threads, count):
@@ -199,9 +244,11 @@ def test_torch_is_refused_by_name():
     assert run(passes, gated, normal(2, 32), spans(2)).shape == (2, 16)
 
 
-def test_errors_come_out_of_a_program(threads):
+@pytest.mark.parametrize("until", [0.0, inf])
+def test_errors_come_out_of_a_program(threads, until):
     """Checks that depend on values are made again."""
     passes = RecordedPasses(4, BLOCK, 64)
+    passes.give_way(until)
     weights, shares = (normal(EXPERTS, 32, 64), normal(EXPERTS, 64, 16)), torch.ones(1, 2)
     x = normal(2, 64)
 
@@ -234,9 +281,11 @@ def test_indices_are_checked_again():
             assert torch.equal(run(passes, *given), table[index : index + 1])
 
 
-def test_a_profiler_sees_the_operations(network):
+@pytest.mark.parametrize("until", [0.0, inf])
+def test_a_profiler_sees_the_operations(network, threads, until):
     """Of a recorded pass as of one that is called."""
     passes = RecordedPasses(4, BLOCK, 64)
+    passes.give_way(until)
     wanted = {
         "mtp::linear": 1, "mtp::select_experts": 1, "mtp::grouped_experts": 1, "mtp::gqa_attention": 1,
         "mtp::write_cache": 2, "mtp::add": 1, "mtp::wide_linear": 1,

@@ -174,6 +174,10 @@ class Engine:
         """Asks for the drafts of a paced sequence; the next `step` leaves them in `draft_ids`."""
         self._drafting.request(sequence)
 
+    def give_way(self, until: float) -> None:
+        """Leaves a processor to other processes until a time of `time.monotonic` (`Passes.give_way`)."""
+        self._passes.give_way(until)
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""

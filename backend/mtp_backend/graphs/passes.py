@@ -77,6 +77,13 @@ class Passes(Protocol):
             What the function gives. The next pass may write rows again.
         """
 
+    def give_way(self, until: float) -> None:
+        """Leaves one of two threads' processors to other processes until a time of `time.monotonic`, in recorded passes.
+
+        A thread that is interrupted in a pass keeps the other waiting. Of more threads all stay: one alone would take
+        longer than they wait.
+        """
+
 
 class PlainPasses:
     """Operation by operation, from Python."""
@@ -93,6 +100,9 @@ class PlainPasses:
         tokens = torch.tensor(batch.token_ids, device=self._device)
         hidden = torch.cat([span.tensor for span in batch.hidden]) if batch.hidden else None
         return [_on_host(given) for given in function(PassBatch(tokens, hidden, layouts))]
+
+    def give_way(self, until: float) -> None:
+        """Keeps all threads: it does not come between the operations of a pass."""
 
 
 def _on_host(given: Tensor | None) -> Result:

@@ -42,6 +42,7 @@ class RecordedPasses:
         self._tables = _Tables(max_tokens, max_blocks, block_size)
         self._programs: dict[tuple[Any, ...], _Program] = {}  # the longest unused first
         self.num_recorded = 0
+        self._alone_until = 0.0
 
     def run(self, function: Function, batch: RaggedBatch) -> list[Result]:
         if len(batch.token_ids) > self._max_tokens:
@@ -57,9 +58,12 @@ class RecordedPasses:
                 del self._programs[next(iter(self._programs))]
         else:
             program.fill(batch)
-            program.native.run()
+            program.native.run(self._alone_until)
         self._programs[key] = program
         return program.results()
+
+    def give_way(self, until: float) -> None:
+        self._alone_until = until
 
 
 class _Tables:

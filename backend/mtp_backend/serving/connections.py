@@ -70,12 +70,15 @@ class Connections:
         """Puts a message into the next frame."""
         self._outbox[address].append(message)
 
-    def flush(self) -> None:
-        """Sends the frames."""
+    def flush(self) -> int:
+        """Sends the frames; returns how many messages that were."""
+        num_messages = 0
         for address, batch in self._outbox.items():
             self._num_untaken[address] += 1
             self._socket.send_multipart([address + b"r", messages.encode(batch)])
+            num_messages += len(batch)
         self._outbox.clear()
+        return num_messages
 
     def taken(self, address: Address, num_frames: int) -> None:
         """A role has handled so many more frames."""

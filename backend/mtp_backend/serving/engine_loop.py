@@ -18,6 +18,7 @@ from mtp_backend.serving.compiling import Compilations
 from mtp_backend.serving.connections import Connections
 from mtp_backend.serving.gathering import Gathering
 from mtp_backend.serving.generations import Generations
+from mtp_backend.serving.giving_way import GivingWay
 from mtp_backend.serving.messages import (
     Asked,
     Bye,
@@ -69,6 +70,7 @@ class EngineLoop:
         send = self._roles.send
         self._sessions = Sessions(engine, send, time.monotonic, tracing)
         self._gathering = Gathering(time.monotonic)
+        self._giving_way = GivingWay(time.monotonic)
         self._statistics = Statistics(engine)
         self._generations = Generations(
             engine, send, self._roles.is_behind, self._statistics.ended, time.monotonic, tracing
@@ -109,14 +111,19 @@ class EngineLoop:
                 self._resume()
             self._generations.expire()
             self._sessions.expire_steps()
-            self._roles.flush()  # the first frame of a role is its Welcome alone
+            self._flush()  # the first frame of a role is its Welcome alone
             pause = self._pause()
             if not pause:
                 self._step()
-                self._roles.flush()
+                self._flush()
             if time.monotonic() >= self._next_housekeeping:
                 self._housekeeping()
-                self._roles.flush()
+                self._flush()
+
+    def _flush(self) -> None:
+        """Sends what the roles are told; the engine lets it pass."""
+        if num_messages := self._roles.flush():
+            self._engine.give_way(self._giving_way.sent(num_messages))
 
     def _receive(self) -> None:
         while True:
@@ -167,6 +174,7 @@ class EngineLoop:
                 self._roles.taken(address, message.num_frames)
             case Hello():
                 self._roles.enter(address, message.pid)
+                self._giving_way.enter(message.pid)
                 if message.wants_stats:
                     self._stats_role = address
                 self._roles.send(address, Welcome(self._engine.rules.max_model_len))
@@ -205,7 +213,9 @@ class EngineLoop:
             else:
                 self._sessions.deliver(output)
         self._sessions.end_batch()
-        self._gathering.stepped(time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self._gathering.stepped(seconds)
+        self._giving_way.stepped(seconds)
 
     def _forget(self, address: Address) -> None:
         """A role has gone: nobody waits for its requests any more."""
@@ -219,6 +229,7 @@ class EngineLoop:
     def _housekeeping(self) -> None:
         self._next_housekeeping = time.monotonic() + HOUSEKEEPING_SECONDS
         self._show_life()
+        self._giving_way.measure()
         self._sessions.expire()
         if self._stats_role is not None:
             self._roles.send(self._stats_role, self._statistics.take())

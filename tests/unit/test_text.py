@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mtp_backend.engine.text import IncrementalText
+from mtp_backend.engine.text import MOST_WAITING, IncrementalText
 from tokenizers import Tokenizer, decoders, models
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -232,17 +232,50 @@ def test_takes_at_any_moment():
     assert text.take(final=True) == ""
 
 
+class Counting:
+    """A tokenizer that keeps how many tokens it has decoded each time."""
+
+    def __init__(self):
+        self.decoded = []
+
+    def decode(self, ids, skip_special_tokens):
+        self.decoded.append(len(ids))
+        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
 def test_long_text_is_decoded_in_a_window():
-    decoded = []
+    tokens, counting = merged("And the LORD said unto Moses 漢字, " * 50), Counting()
+    assert stream(tokens, tokenizer=counting)[0] == "And the LORD said unto Moses 漢字, " * 50
+    assert max(counting.decoded) < 30
 
-    class Counting:
-        def decode(self, ids, skip_special_tokens):
-            decoded.append(len(ids))
-            return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    tokens = merged("And the LORD said unto Moses 漢字, " * 50)
-    assert stream(tokens, tokenizer=Counting())[0] == "And the LORD said unto Moses 漢字, " * 50
-    assert max(decoded) < 30
+@settings(max_examples=100, deadline=None)
+@given(pieces=st.lists(st.tuples(SPOKEN, st.booleans()), max_size=20), data=st.data())
+def test_a_text_is_the_same_whenever_it_is_read(pieces, data):
+    tokens = [token for text, whole in pieces for token in (merged(text) if whole else byte_tokens(text))]
+    often, seldom, shown = IncrementalText(TOKENIZER, [], ()), IncrementalText(TOKENIZER, [], ()), ""
+    for token in tokens:
+        for text in (often, seldom):
+            assert not text.append(token)
+        shown += often.take(final=False)
+        if data.draw(st.integers(0, 9)) == 0:
+            assert seldom.value == shown
+    assert seldom.take(final=True) == often.value
+    assert seldom.offsets == often.offsets
+
+
+def test_tokens_wait_until_the_text_is_read():
+    """Not for ever: others wait while they are decoded."""
+    counting = Counting()
+    text = IncrementalText(counting, [], ())
+    before = len(counting.decoded)
+    for token in byte_tokens("a" * (MOST_WAITING - 1)):
+        text.append(token)
+    assert len(counting.decoded) == before
+    text.append(byte_token(ord("a")))
+    assert len(counting.decoded) >= before + MOST_WAITING
+    stopping = IncrementalText(TOKENIZER, [], ("ab",))
+    assert [stopping.append(token) for token in byte_tokens("aab")] == [False, False, True]
 
 
 def test_offsets():

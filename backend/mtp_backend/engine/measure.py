@@ -126,6 +126,9 @@ def decode(
             while not any(sequence.finish_reason for sequence in sequences):
                 engine.step()
                 steps += 1
+            for sequence in sequences:
+                if sequence.text is not None:
+                    sequence.text.take(final=True)  # which makes it
         seconds = time.perf_counter() - begun
     finally:
         for sequence in sequences:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 LONGEST_SECONDS = 0.02
-LONGEST_SHARE = 0.25  # of the time of the last batch
+LONGEST_SHARE = 0.5  # of the time of the last batch
 
 
 class Gathering:

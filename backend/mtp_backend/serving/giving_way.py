@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mtp_backend.host import parent_of, processor_seconds
 
 LEAST_MESSAGES = 8  # that tell what one takes: processors' time comes in ticks
-LONGEST_SHARE = 0.5  # of the last step's time
+LONGEST_SHARE = 0.25  # of the last step's time
 
 
 class GivingWay:

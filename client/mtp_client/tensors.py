@@ -175,8 +175,11 @@ def _logprobs(outputs: Outputs, name: str) -> list[dict[int, Any] | None] | None
 def _flat(outputs: Outputs, name: str) -> list[Any]:
     if name not in outputs:
         raise ServerError(f"the answer has no output {name!r}, only {sorted(outputs)}")
-    # dtype object: a numpy string would lose trailing NULs, a JSON list of one is a scalar.
-    return np.asarray(outputs[name], dtype=np.object_).ravel().tolist()
+    values = outputs[name]
+    if not isinstance(values, np.ndarray):
+        # JSON, where a list of one is a scalar. A numpy string would lose trailing NULs.
+        values = np.asarray(values, dtype=np.object_)
+    return values.ravel().tolist()
 
 
 def _one(outputs: Outputs, name: str) -> Any:

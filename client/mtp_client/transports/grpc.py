@@ -68,14 +68,14 @@ def _sequence_message(request: SequenceRequest, timeout: float) -> service_pb2.M
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> Outputs:
-    """Arrays by name; for each streamed token. `InferResult.as_numpy` would look through all outputs for each of them."""
+    """Flat arrays by name; for each streamed token. `InferResult.as_numpy` would look through all outputs for each of
+    them."""
     arrays = {}
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.datatype == "BYTES":
-            array = deserialize_bytes_tensor(content)
+            arrays[output.name] = deserialize_bytes_tensor(content)
         else:
-            array = np.frombuffer(content, triton_to_np_dtype(output.datatype))
-        arrays[output.name] = array.reshape(output.shape)
+            arrays[output.name] = np.frombuffer(content, triton_to_np_dtype(output.datatype))
     return arrays
 
 

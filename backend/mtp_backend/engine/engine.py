@@ -194,7 +194,8 @@ class Engine:
         self._stopwatch.managed()
         outputs = []
         if batch:
-            self.totals.record_step(len(batch), sum(share.num_tokens + len(share.draft_ids) for share in batch))
+            num_tokens = sum(share.num_tokens + len(share.draft_ids) for share in batch)
+            self.totals.record_step(len(batch), num_tokens)
             length, num_recorded = self.draft_length, self._passes.num_recorded
             length.start_pass()
             computed, scores = self._runner.run(batch)
@@ -207,7 +208,7 @@ class Engine:
                     outputs.append(output)
             as_usual = self._passes.num_recorded == num_recorded
             if as_usual and all(share.num_tokens == 1 for share in batch):  # all of them decode
-                length.end_target_pass(sum(1 + len(share.draft_ids) for share in batch))
+                length.end_target_pass(num_tokens)
         stepped = [share.sequence for share in batch]
         for sequence in dict.fromkeys(stepped + self._drafting.run(stepped)):
             self._prefix.publish(sequence)

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 import zmq
 from mtp_backend.engine.tokenizer import encode
-from mtp_backend.serving import engine_loop
+from mtp_backend.serving import engine_loop, messages
 from mtp_backend.serving.engine_loop import EngineLoop
-from mtp_backend.serving.messages import Asked, Bye, Failed, Generate, Generated, Step, Stepped
+from mtp_backend.serving.messages import Asked, Bye, Failed, Generate, Generated, Hello, Step, Stepped
 from test_engine_process import Role
 
 TTL = 0.3
@@ -42,7 +42,7 @@ class Loop:
     """A process's loop in a thread; `lives` is how often it has shown life."""
 
     def __init__(self, engine, server_pid):
-        self.context, self.roles, self.lives = zmq.Context(), [], 0
+        self.context, self.lives = zmq.Context(), 0
         self.socket, self.server = self.context.socket(zmq.ROUTER), os.pidfd_open(server_pid)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://engine")
@@ -54,8 +54,7 @@ class Loop:
         self.lives += 1
 
     def role(self, name=b"role", pid=None):
-        self.roles.append(Role(self.context, name, pid))
-        return self.roles[-1]
+        return Role(self.context, name, pid)
 
     def ended(self):
         self.thread.join(20)
@@ -65,9 +64,7 @@ class Loop:
         self.process.stop()  # it looks once a second
         assert self.ended()
         os.close(self.server)
-        for socket in (self.socket, *(end for role in self.roles for end in (role.commands, role.answers))):
-            socket.close()
-        self.context.term()
+        self.context.destroy(linger=0)  # with all sockets
 
 
 @contextmanager
@@ -131,6 +128,20 @@ def test_the_engine_lets_answers_pass(engine, ids, monkeypatch):
     assert sum(num_messages) == 1 + 8 and 2 in num_messages  # the welcome, and both answers of a step
     assert given == [1234.5] * len(num_messages)
     assert way.stepped.call_count >= 4 and all(call.args[0] > 0 for call in way.stepped.call_args_list)
+
+
+def test_a_role_that_ends_while_it_says_hello(loop, ids):
+    """The others go on."""
+    with child() as process:
+        pass
+    assert process.poll() is not None
+    with loop.context.socket(zmq.DEALER) as gone:
+        gone.setsockopt(zmq.IDENTITY, b"gonec")
+        gone.connect("inproc://engine")
+        gone.send(messages.encode([Hello(process.pid, False)]))
+        role = loop.role()
+        role.send(Generate(1, ids, {"max_tokens": 1}, True))
+        assert isinstance(role.take(), Generated)
 
 
 def test_an_answer_does_not_wait_for_the_step_behind_it(loop, engine, ids, monkeypatch):

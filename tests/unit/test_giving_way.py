@@ -88,6 +88,16 @@ def test_processes_come_and_go(machine, way):
     assert way.sent(1) == pytest.approx(machine.now + 0.004)
 
 
+def test_what_is_not_told_is_not_measured(machine, way):
+    """A role that has ended since it came, or whose parent cannot be seen."""
+    del machine.used[SERVER]
+    way.enter(OTHER)
+    way.enter(22)
+    measured_without = way.sent(100)
+    way.measure()
+    assert way.sent(1) == measured_without == machine.now
+
+
 def test_real_processes():
     """A role is any process with a parent."""
     way = GivingWay(lambda: 0.0)

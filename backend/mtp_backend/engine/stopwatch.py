@@ -13,7 +13,7 @@ class StepSeconds:
     Attributes:
         draft: the passes of the draft layers, their batch layouts and the draws of drafts included.
         verify: the passes of the target, their batch layouts, processors, draws and the acceptance rule included.
-        manage: the rest: scheduling, cache blocks, committing tokens and their text.
+        manage: the rest: scheduling, cache blocks, committing tokens, and text with stop strings.
     """
 
     draft: float = 0.0

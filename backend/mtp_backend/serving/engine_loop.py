@@ -173,14 +173,20 @@ class EngineLoop:
             case Taken():
                 self._roles.taken(address, message.num_frames)
             case Hello():
-                self._roles.enter(address, message.pid)
-                self._giving_way.enter(message.pid)
-                if message.wants_stats:
-                    self._stats_role = address
-                self._roles.send(address, Welcome(self._engine.rules.max_model_len))
+                self._welcome(address, message)
             case Bye():
                 self._forget(address)
                 self._running = bool(self._roles)
+
+    def _welcome(self, address: Address, message: Hello) -> None:
+        try:
+            self._roles.enter(address, message.pid)
+        except ProcessLookupError:
+            return  # it has ended since
+        self._giving_way.enter(message.pid)
+        if message.wants_stats:
+            self._stats_role = address
+        self._roles.send(address, Welcome(self._engine.rules.max_model_len))
 
     def _cancel(self, address: Address, request: int) -> None:
         if self._compilations.withdraw(address, request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from mtp_backend.host import parent_of, processor_seconds
 
@@ -30,8 +31,9 @@ class GivingWay:
 
     def enter(self, role: int) -> None:
         """A role's process takes messages from now on; what it passes on goes through the server, which started it."""
-        for process in (role, parent_of(role)):
-            self._used[process] = processor_seconds(process)
+        with suppress(OSError):  # it has ended, or the system does not tell
+            for process in (role, parent_of(role)):
+                self._used[process] = processor_seconds(process)
 
     def measure(self) -> None:
         """Takes what the processes have used since the last call, for so many messages."""

@@ -111,11 +111,9 @@ void Program::end() { recording = nullptr; }
 std::size_t Program::run_alone(double until) const {
   std::size_t done = 0;
   if (at::get_num_threads() != 2) return done;
-  bool watched = at::hasCallbacks();
   for (; done < phases_.size() && seconds_now() < until; ++done) {
     const Phase& phase = phases_[done];
-    std::optional<Operation> operation;
-    if (watched) operation.emplace(phase.operation);
+    Operation operation(phase.operation);
     std::int64_t threads = threads_for(phase);
     for (std::int64_t thread = 0; thread < threads; ++thread) phase.work(thread, threads);
   }

@@ -117,9 +117,8 @@ def seconds_of_threads():
     return {task.parent.name: int(task.read_text().split()[0]) / 1e9 for task in tasks}
 
 
-def test_the_other_thread_sleeps_meanwhile():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_the_other_thread_sleeps_meanwhile(threads):
     passes, x, weight = RecordedPasses(4, BLOCK, 64), normal(4, 512), normal(4096, 512)
 
     def computed(until):
@@ -136,7 +135,6 @@ def test_the_other_thread_sleeps_meanwhile():
 
     computed(0.0)  # threads start
     together, alone = computed(0.0), computed(inf)
-    torch.set_num_threads(before)
     other = max(together.keys() - {str(threading.get_native_id())}, key=together.get)
     assert alone[other] < together[other] / 10
 

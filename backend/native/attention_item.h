@@ -114,6 +114,25 @@ struct AttendItem {
     return count;
   }
 
+  // Keys and values of a tile, to be fetched over the products of another.
+  RowsAhead rows_ahead(std::int64_t tile) const {
+    RowsAhead ahead;
+    std::int64_t count = positions_in(tile), size = job.block_size;
+    const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
+    for (std::int64_t first = 0; first < count; first += BLOCK) {
+      std::int64_t at = tile * ATTENTION_TILE + first, slot = table[at / size] * size + at % size;
+      auto add = [&](const Attention::Cache& cache) {
+        ahead.add({cache.data + item.kv_head * cache.head_stride + slot * cache.slot_stride, cache.slot_stride}, cache.width);
+      };
+      for (int part = 0; part < job.parts; ++part) add(job.keys[part]);
+      if (!values_are_keys()) add(job.values);
+    }
+    std::int64_t width = round_up(job.values.width, STEP);
+    for (int part = 0; part < job.parts; ++part) width += round_up(job.keys[part].width, STEP);
+    ahead.spread_over(columns * ATTENTION_TILE / BLOCK * (width / STEP));
+    return ahead;
+  }
+
   // `memory.slots` for a tile.
   void find_slots(std::int64_t tile) const {
     const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
@@ -150,7 +169,7 @@ struct AttendItem {
   bool values_are_keys() const { return job.values.data == job.keys[0].data && job.values.width == job.keys[0].width; }
 
   // Reads the keys in the order in which they lie, four rows at a time: products read a line of each of 16, then the next,
-  // which is too many places at once for the machine to see what comes next. Many queries take longer than that anyway.
+  // which is too many places at once for the machine to see what comes next.
   void read_keys(std::int64_t count) const {
     for (std::int64_t tile = 0; tile * BLOCK < count; ++tile)
       for (int part = 0; part < job.parts; ++part)
@@ -173,9 +192,13 @@ struct AttendItem {
       find_tiles(job.values, count, memory.values, memory.staged_values);
       values = memory.values;
     }
-    if (columns <= 2 * BLOCK) read_keys(count);
+    // Many queries take longer to multiply than anything to read; rows that are selected lie apart.
+    bool few = columns <= 2 * BLOCK, fetches = few && item.selected < 0;
+    if (few && !(fetches && tile > item.first_tile)) read_keys(count);
+    RowsAhead ahead;
+    if (fetches && tile + 1 < item.first_tile + item.tiles) ahead = rows_ahead(tile + 1);
     for (int part = 0; part < job.parts; ++part)
-      multiply(memory.keys[part], count, memory.queries[part], memory.scores, columns, part > 0);
+      multiply(memory.keys[part], count, memory.queries[part], memory.scores, columns, part > 0, ahead);
     for (std::int64_t i = 0; i < columns; ++i)
       memory.limits[i] = std::int32_t(item.selected >= 0 || i >= item.queries
                                           ? count
@@ -185,7 +208,7 @@ struct AttendItem {
     for (std::int64_t i = 0; i < item.queries; ++i)
       result[i * stride] = memory.greatest[i], result[i * stride + 1] = memory.sums[i];
     memory.value_product.multiply(memory.weights, item.queries, values, count, width, result + mtp::PARTIAL_HEADER,
-                                  stride);
+                                  stride, ahead);
   }
 };
 

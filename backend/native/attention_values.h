@@ -34,8 +34,9 @@ class ValueProduct {
 
   // result[query][width] = Σ weight · value over `count` positions. The values are tiles of 16 positions; the width is a
   // multiple of 32.
+  template <typename Ahead>
   void multiply(const Weights& weights, std::int64_t queries, const RowTile* values, std::int64_t count,
-                std::int64_t width, float* result, std::int64_t stride) const {
+                std::int64_t width, float* result, std::int64_t stride, Ahead& ahead) const {
     __builtin_memset(nothing_, 0, width * sizeof(bf16));
     for (std::int64_t first = 0; first < count; first += PIECE) {
       std::int64_t given = least(PIECE, count - first);
@@ -50,7 +51,7 @@ class ValueProduct {
       RowTile rows[mtp::ATTENTION_QUERIES / BLOCK];
       for (std::int64_t i = 0; i < queries; i += BLOCK)
         rows[i / BLOCK] = {weights.data + i * mtp::ATTENTION_TILE + first, mtp::ATTENTION_TILE};
-      ::multiply(rows, queries, packed, result, stride, first > 0);
+      ::multiply(rows, queries, packed, result, stride, first > 0, ahead);
     }
   }
 

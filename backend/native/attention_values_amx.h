@@ -38,24 +38,27 @@ class ValueProduct {
 
   // result[query][width] = Σ weight · value over `count` positions. The values are tiles of 16 positions; the width is a
   // multiple of 32.
+  template <typename Ahead>
   void multiply(const Weights& weights, std::int64_t queries, const RowTile* values, std::int64_t count,
-                std::int64_t width, float* result, std::int64_t stride) const {
+                std::int64_t width, float* result, std::int64_t stride, Ahead& ahead) const {
     std::int64_t blocks = (count + BLOCK - 1) / BLOCK;
     for (std::int64_t query = 0; query < queries; query += BLOCK, result += BLOCK * stride) {
       const Pair* left = weights.tile(query, 0);
       std::int64_t column = 0;
-      for (; column + 2 * STEP <= width; column += 2 * STEP) add<2>(left, values, blocks, column, result, stride);
-      if (column < width) add<1>(left, values, blocks, column, result, stride);
+      for (; column + 2 * STEP <= width; column += 2 * STEP)
+        add<2>(left, values, blocks, column, result, stride, ahead);
+      if (column < width) add<1>(left, values, blocks, column, result, stride, ahead);
     }
   }
 
  private:
   // Registers: even and odd columns of each tile, then the weights' two and tiles of values.
-  template <int TILES>
+  template <int TILES, typename Ahead>
   static void add(const Pair* left, const RowTile* values, std::int64_t blocks, std::int64_t column, float* result,
-                  std::int64_t stride) {
+                  std::int64_t stride, Ahead& ahead) {
     sums_begin<1, 2 * TILES>(result + column, stride, false);
     for (std::int64_t block = 0; block < blocks; ++block, left += 2 * BLOCK * BLOCK) {
+      ahead.fetch(TILES * BLOCK);
       const bf16* right = values[block].data + column;
       tile_load<6>(right, values[block].stride * 2);
       tile_load<4>(left, 64);

@@ -21,6 +21,16 @@ void pack_expert(const Experts& job, std::int64_t expert, bf16* packed, std::int
 
 std::int64_t blocks_of(std::int64_t n) { return (n + BLOCK_N - 1) / BLOCK_N; }
 
+// The rows of an item: of gate or down projection.
+Weight gate_rows_of(const Experts& job, std::int64_t item) {
+  std::int64_t expert = job.active[item / blocks_of(job.width)], first = item % blocks_of(job.width) * BLOCK_N;
+  return job.gate_up.from(2 * expert * job.width + first);
+}
+Weight down_rows_of(const Experts& job, std::int64_t item) {
+  std::int64_t expert = job.active[item / blocks_of(job.hidden)], first = item % blocks_of(job.hidden) * BLOCK_N;
+  return job.down.from(expert * job.hidden + first);
+}
+
 }  // namespace
 
 void experts_pack(const Experts& job, std::int64_t begin, std::int64_t end) {
@@ -44,13 +54,14 @@ void experts_up(const Experts& job, std::int64_t begin, std::int64_t end) {
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t expert = job.active[item / blocks_of(job.width)], first = item % blocks_of(job.width) * BLOCK_N;
     std::int64_t n = least(BLOCK_N, job.width - first);
-    Weight gate_rows = job.gate_up.from(2 * expert * job.width + first), up_rows = gate_rows.from(job.width);
+    Weight gate_rows = gate_rows_of(job, item), up_rows = gate_rows.from(job.width), next_gate{}, next_up{};
+    if (item + 1 < end) next_gate = gate_rows_of(job, item + 1), next_up = next_gate.from(job.width);
     Packed x = packed_rows_of(job, expert, job.packed, job.hidden);
     gate_rows = wide_gate.of(gate_rows, n, x), up_rows = wide_up.of(up_rows, n, x);
     session.prepare(x);
     for (std::int64_t block = 0; block < x.blocks(); ++block) {
-      product(gate_rows, n, x, block, gate);
-      product(up_rows, n, x, block, up);
+      product(gate_rows, n, x, block, next_gate, gate);
+      product(up_rows, n, x, block, next_up, up);
       for (std::int64_t m = 0; m < least(BLOCK_M, x.m - block * BLOCK_M); ++m)
         for (std::int64_t i = 0; i < n; i += LANES)
           store_part(job.inner + (job.starts[expert] + block * BLOCK_M + m) * job.width + first + i,
@@ -68,12 +79,13 @@ void experts_down(const Experts& job, std::int64_t begin, std::int64_t end) {
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t expert = job.active[item / blocks_of(job.hidden)], first = item % blocks_of(job.hidden) * BLOCK_N;
     std::int64_t n = least(BLOCK_N, job.hidden - first);
-    Weight rows = job.down.from(expert * job.hidden + first);
+    Weight rows = down_rows_of(job, item), next{};
+    if (item + 1 < end) next = down_rows_of(job, item + 1);
     Packed x = packed_rows_of(job, expert, job.packed_inner, job.width);
     rows = wide_rows.of(rows, n, x);
     session.prepare(x);
     for (std::int64_t block = 0; block < x.blocks(); ++block) {
-      product(rows, n, x, block, out);
+      product(rows, n, x, block, next, out);
       for (std::int64_t m = 0; m < least(BLOCK_M, x.m - block * BLOCK_M); ++m)
         __builtin_memcpy(job.results + (job.starts[expert] + block * BLOCK_M + m) * job.hidden + first,
                          out + m * BLOCK_N, n * sizeof(float));

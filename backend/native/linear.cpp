@@ -51,13 +51,14 @@ void linear(const Linear& job, std::int64_t begin, std::int64_t end) {
   alignas(64) float out[BLOCK_M * BLOCK_N];
   for (std::int64_t item = begin; item < end; ++item) {
     std::int64_t first = item % parts.columns * BLOCK_N, n = least(BLOCK_N, job.n - first);
-    Weight rows = wide_rows.of(job.w.from(first), n, parts.x);
+    Weight rows = wide_rows.of(job.w.from(first), n, parts.x), next{};
+    if (item + 1 < end) next = job.w.from((item + 1) % parts.columns * BLOCK_N);
     float bias[BLOCK_N] = {};
     if (job.bias)
       for (std::int64_t i = 0; i < n; ++i) bias[i] = to_float(job.bias[first + i]);
     std::int64_t block = item / parts.columns * parts.blocks, behind = least(block + parts.blocks, parts.x.blocks());
     for (; block < behind; ++block) {
-      product(rows, n, parts.x, block, out);
+      product(rows, n, parts.x, block, next, out);
       write_linear(job, out, block * BLOCK_M, first, bias);
     }
   }

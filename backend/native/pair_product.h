@@ -5,19 +5,21 @@
 #pragma once
 
 #include "pair_tiles.h"
+#include "rows_ahead.h"
 
 namespace {
 
 #if defined(MTP_AVX512)
 
-template <int ROWS, int GROUPS>
+template <int ROWS, int GROUPS, typename Ahead>
 inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t group, float* c, std::int64_t c_stride,
-                           bool accumulate) {
+                           bool accumulate, Ahead& ahead) {
   __m512 acc[ROWS][GROUPS];
   for (int r = 0; r < ROWS; ++r)
     for (int g = 0; g < GROUPS; ++g)
       acc[r][g] = accumulate ? _mm512_loadu_ps(c + r * c_stride + g * BLOCK) : _mm512_setzero_ps();
   for (std::int64_t step = 0; step < packed.steps; ++step) {
+    ahead.fetch(ROWS * GROUPS);
     const Pair* tile = packed.tile(step, group);
     for (int pair = 0; pair < BLOCK; ++pair) {
       __m512bh columns[GROUPS];
@@ -36,15 +38,16 @@ inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t g
 
 #else
 
-template <int ROWS, int GROUPS>
+template <int ROWS, int GROUPS, typename Ahead>
 inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t group, float* c, std::int64_t c_stride,
-                           bool accumulate) {
+                           bool accumulate, Ahead& ahead) {
   static_assert(GROUPS == 1);
   constexpr int VECS = BLOCK / LANES;
   Vec acc[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECS; ++v) acc[r][v] = accumulate ? load(c + r * c_stride + v * LANES) : Vec{};
   for (std::int64_t step = 0; step < packed.steps; ++step) {
+    ahead.fetch(ROWS * GROUPS);
     float wide[ROWS][STEP];
     for (int r = 0; r < ROWS; ++r)
       for (int i = 0; i < STEP; i += LANES) store(wide[r] + i, load(rows.data + r * rows.stride + step * STEP + i));
@@ -66,15 +69,16 @@ inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t g
 
 #endif
 
-template <int ROWS>
-inline void multiply_rows(RowTile rows, const PairTiles& packed, float* c, std::int64_t c_stride, bool accumulate) {
+template <int ROWS, typename Ahead>
+inline void multiply_rows(RowTile rows, const PairTiles& packed, float* c, std::int64_t c_stride, bool accumulate,
+                          Ahead& ahead) {
   std::int64_t group = 0;
 #if defined(MTP_AVX512)
   for (; group + 2 <= packed.groups; group += 2)
-    multiply_block<ROWS, 2>(rows, packed, group, c + group * BLOCK, c_stride, accumulate);
+    multiply_block<ROWS, 2>(rows, packed, group, c + group * BLOCK, c_stride, accumulate, ahead);
 #endif
   for (; group < packed.groups; ++group)
-    multiply_block<ROWS, 1>(rows, packed, group, c + group * BLOCK, c_stride, accumulate);
+    multiply_block<ROWS, 1>(rows, packed, group, c + group * BLOCK, c_stride, accumulate, ahead);
 }
 
 #if defined(MTP_AVX512)
@@ -83,21 +87,23 @@ constexpr int MOST_ROWS = 8;
 constexpr int MOST_ROWS = 4;
 #endif
 
+// `ahead` is told of the products.
+template <typename Ahead>
 inline void multiply(const RowTile* tiles, std::int64_t count, const PairTiles& packed, float* c, std::int64_t c_stride,
-                     bool accumulate) {
+                     bool accumulate, Ahead& ahead) {
   for (std::int64_t at = 0; at < count;) {
     RowTile rows = tiles[at / BLOCK];
     rows.data += at % BLOCK * rows.stride;
     std::int64_t left = least(count - at, BLOCK - at % BLOCK);
     float* to = c + at * c_stride;
     if (left >= MOST_ROWS) {
-      multiply_rows<MOST_ROWS>(rows, packed, to, c_stride, accumulate);
+      multiply_rows<MOST_ROWS>(rows, packed, to, c_stride, accumulate, ahead);
       at += MOST_ROWS;
     } else if (left >= 2) {
-      multiply_rows<2>(rows, packed, to, c_stride, accumulate);
+      multiply_rows<2>(rows, packed, to, c_stride, accumulate, ahead);
       at += 2;
     } else {
-      multiply_rows<1>(rows, packed, to, c_stride, accumulate);
+      multiply_rows<1>(rows, packed, to, c_stride, accumulate, ahead);
       ++at;
     }
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "pair_tiles.h"
+#include "rows_ahead.h"
 #include "tile_registers.h"
 
 namespace {
@@ -49,37 +50,42 @@ inline void add_products(const RowTile* rows, const Pair* right, std::int64_t st
   }
 }
 
-template <int ROWS, int GROUPS>
+template <int ROWS, int GROUPS, typename Ahead>
 inline void multiply_block(const RowTile* rows, const PairTiles& packed, std::int64_t group, float* c,
-                           std::int64_t c_stride, bool accumulate) {
+                           std::int64_t c_stride, bool accumulate, Ahead& ahead) {
   c += group * BLOCK;
   sums_begin<ROWS, GROUPS>(c, c_stride, accumulate);
-  for (std::int64_t step = 0; step < packed.steps; ++step)
+  for (std::int64_t step = 0; step < packed.steps; ++step) {
+    ahead.fetch(ROWS * GROUPS * BLOCK);
     add_products<ROWS, GROUPS>(rows, packed.tile(step, group), step);
+  }
   sums_end<ROWS, GROUPS>(c, c_stride);
 }
 
 // All rows by GROUPS groups of columns, whose tiles stay in the nearest cache meanwhile.
-template <int GROUPS>
+template <int GROUPS, typename Ahead>
 inline void multiply_columns(const RowTile* rows, std::int64_t tiles, const PairTiles& packed, std::int64_t group, float* c,
-                             std::int64_t c_stride, bool accumulate) {
+                             std::int64_t c_stride, bool accumulate, Ahead& ahead) {
   constexpr int ROWS = 4 / GROUPS;
   std::int64_t at = 0;
   for (; at + ROWS <= tiles; at += ROWS)
-    multiply_block<ROWS, GROUPS>(rows + at, packed, group, c + at * BLOCK * c_stride, c_stride, accumulate);
+    multiply_block<ROWS, GROUPS>(rows + at, packed, group, c + at * BLOCK * c_stride, c_stride, accumulate, ahead);
   for (; at < tiles; ++at)
-    multiply_block<1, GROUPS>(rows + at, packed, group, c + at * BLOCK * c_stride, c_stride, accumulate);
+    multiply_block<1, GROUPS>(rows + at, packed, group, c + at * BLOCK * c_stride, c_stride, accumulate, ahead);
 }
 
+// `ahead` is told of the products.
+template <typename Ahead>
 inline void multiply(const RowTile* rows, std::int64_t count, const PairTiles& packed, float* c, std::int64_t c_stride,
-                     bool accumulate) {
+                     bool accumulate, Ahead& ahead) {
   std::int64_t tiles = (count + BLOCK - 1) / BLOCK, group = 0;
   if (tiles == 1)
     for (; group + 4 <= packed.groups; group += 4)
-      multiply_columns<4>(rows, tiles, packed, group, c, c_stride, accumulate);
+      multiply_columns<4>(rows, tiles, packed, group, c, c_stride, accumulate, ahead);
   for (; group + 2 <= packed.groups; group += 2)
-    multiply_columns<2>(rows, tiles, packed, group, c, c_stride, accumulate);
-  for (; group < packed.groups; ++group) multiply_columns<1>(rows, tiles, packed, group, c, c_stride, accumulate);
+    multiply_columns<2>(rows, tiles, packed, group, c, c_stride, accumulate, ahead);
+  for (; group < packed.groups; ++group)
+    multiply_columns<1>(rows, tiles, packed, group, c, c_stride, accumulate, ahead);
 }
 
 }  // namespace

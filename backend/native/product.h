@@ -25,6 +25,12 @@ struct Packed {
   }
 };
 
+// What a product may have fetched from memory meanwhile: rows that are multiplied next, a part of them with each block of x.
+struct Fetch {
+  const mtp::Weight& next;  // null rows: nothing
+  std::int64_t block, blocks;
+};
+
 }  // namespace
 
 #if defined(MTP_AMX)
@@ -56,14 +62,17 @@ class WideRows {
   alignas(64) bf16 rows_[BLOCK_N * LONGEST];
 };
 
-// out[m][n] for `n` ≤ BLOCK_N rows of w and the packed rows of one block; out is [BLOCK_M][BLOCK_N].
-inline void product(const mtp::Weight& w, std::int64_t n, const Packed& x, std::int64_t block, float* out) {
+// out[m][n] for `n` ≤ BLOCK_N rows of w and the packed rows of one block; out is [BLOCK_M][BLOCK_N]. `next`: the rows of a
+// weight that are read after these, or null ones.
+inline void product(const mtp::Weight& w, std::int64_t n, const Packed& x, std::int64_t block, const mtp::Weight& next,
+                    float* out) {
   std::int64_t width = mtp::packed_width(x.k), rows = x.rows_in(block);
   const bf16* packed = x.data + block * BLOCK_M * width;
+  Fetch fetch{next, block, x.blocks()};
   if (w.int8)
-    unscaled(static_cast<const std::int8_t*>(w.rows), w.stride, n, packed, rows, x.k, block == 0, out);
+    unscaled(static_cast<const std::int8_t*>(w.rows), w.stride, n, packed, rows, x.k, fetch, out);
   else
-    unscaled(static_cast<const bf16*>(w.rows), w.stride, n, packed, rows, x.k, block == 0, out);
+    unscaled(static_cast<const bf16*>(w.rows), w.stride, n, packed, rows, x.k, fetch, out);
   if (!w.scale) return;
   for (std::int64_t i = 0; i < n; i += LANES) {
     Vec scale = load_part(w.scale + i, least(LANES, n - i));

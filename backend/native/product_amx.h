@@ -92,18 +92,35 @@ class ProductSession {
 // filled up with zeros.
 struct WeightTile {
   alignas(64) bf16 rows[2 * 16 * STEP];
-  // `fetch`: the next n rows too. The machine does not see that they come next if rows are shorter than a page.
   template <typename T>
-  void fill(const T* w, std::int64_t w_stride, std::int64_t n, std::int64_t count, bool fetch) {
+  void fill(const T* w, std::int64_t w_stride, std::int64_t n, std::int64_t count) {
     if (n < 32) __builtin_memset(rows + n * STEP, 0, (32 - n) * STEP * sizeof(bf16));
     if (count == STEP)
-      for (std::int64_t i = 0; i < n; ++i) {
-        store_pack(rows + i * STEP, load_pack(w + i * w_stride));
-        if (fetch) __builtin_prefetch(w + (n + i) * w_stride, 0, 2);
-      }
+      for (std::int64_t i = 0; i < n; ++i) store_pack(rows + i * STEP, load_pack(w + i * w_stride));
     else
       for (std::int64_t i = 0; i < n; ++i) store_pack(rows + i * STEP, load_pack(w + i * w_stride, count));
   }
+};
+
+// Fetches into the second cache what a product is to fetch of the next n rows of w: some cache lines in each step, in the
+// order in which they lie. Tiles read 32 rows side by side, and of those the machine does not see what comes next.
+class NextRows {
+ public:
+  NextRows(const Fetch& fetch, std::int64_t n, std::int64_t k) {
+    const mtp::Weight& rows = fetch.next;
+    std::int64_t bytes = rows.rows && rows.stride == k ? n * k * rows.element_size() : 0;
+    std::int64_t steps = (k + STEP - 1) / STEP;
+    lines_ = (bytes + 64 * steps * fetch.blocks - 1) / (64 * steps * fetch.blocks);
+    at_ = static_cast<const char*>(rows.rows) + fetch.block * steps * lines_ * 64;
+    end_ = static_cast<const char*>(rows.rows) + bytes;
+  }
+  void step() {
+    for (std::int64_t i = 0; i < lines_ && at_ < end_; ++i, at_ += 64) __builtin_prefetch(at_, 0, 2);
+  }
+
+ private:
+  const char *at_, *end_;
+  std::int64_t lines_;  // of a step
 };
 
 template <bool TWO_N, bool TWO_M>
@@ -123,25 +140,25 @@ inline void product_step(const bf16* w, std::int64_t w_stride, const bf16* x, st
 // `columns` rows of x in the first group; the second, `group` elements behind it, has 16.
 template <bool TWO_N, bool TWO_M, typename T>
 inline void product_tiles(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* x, std::int64_t group,
-                          std::int64_t columns, std::int64_t k, bool first, float* out) {
+                          std::int64_t columns, std::int64_t k, NextRows next_rows, float* out) {
   constexpr int N = TWO_N ? 32 : 16;
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
   tile_zero<3>();
   std::int64_t at = 0;
-  // No software prefetch: the machine's own is as fast here, and both together are slower.
   if constexpr (sizeof(T) == sizeof(bf16))
-    for (; n == N && at + STEP <= k; at += STEP)
+    for (; n == N && at + STEP <= k; at += STEP) {
+      next_rows.step();
       product_step<TWO_N, TWO_M>(w + at, w_stride, x + at * columns, group, columns);
+    }
   // What was just stored takes a while until tiles can be loaded from it: filled one step ahead.
   WeightTile copies[2];
-  bool fetch = first && sizeof(T) == 1;  // for each line of 64 bytes
-  if (at < k) copies[0].fill(w + at, w_stride, n, least(STEP, k - at), fetch);
+  if (at < k) copies[0].fill(w + at, w_stride, n, least(STEP, k - at));
   for (int turn = 0; at < k; at += STEP, turn ^= 1) {
     std::int64_t next = at + STEP;
-    if (next < k)
-      copies[turn ^ 1].fill(w + next, w_stride, n, least(STEP, k - next), fetch && next % 64 == 0);
+    if (next < k) copies[turn ^ 1].fill(w + next, w_stride, n, least(STEP, k - next));
+    next_rows.step();
     product_step<TWO_N, TWO_M>(copies[turn].rows, STEP, x + at * columns, group, columns);
   }
   alignas(64) float tiles[4][16][16];
@@ -164,16 +181,16 @@ inline void product_tiles(const T* w, std::int64_t w_stride, std::int64_t n, con
   }
 }
 
-// out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows. `first`: of the products with
-// these rows of w, the one that fetches the next ones.
+// out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows.
 template <typename T>
 inline void unscaled(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* packed, std::int64_t rows,
-                     std::int64_t k, bool first, float* out) {
+                     std::int64_t k, const Fetch& fetch, float* out) {
   std::int64_t columns = least(GROUP, rows), group = GROUP * mtp::packed_width(k);
-  if (n > 16 && rows > 16) product_tiles<true, true>(w, w_stride, n, packed, group, columns, k, first, out);
-  else if (n > 16) product_tiles<true, false>(w, w_stride, n, packed, group, columns, k, first, out);
-  else if (rows > 16) product_tiles<false, true>(w, w_stride, n, packed, group, columns, k, first, out);
-  else product_tiles<false, false>(w, w_stride, n, packed, group, columns, k, first, out);
+  NextRows next(fetch, n, k);
+  if (n > 16 && rows > 16) product_tiles<true, true>(w, w_stride, n, packed, group, columns, k, next, out);
+  else if (n > 16) product_tiles<true, false>(w, w_stride, n, packed, group, columns, k, next, out);
+  else if (rows > 16) product_tiles<false, true>(w, w_stride, n, packed, group, columns, k, next, out);
+  else product_tiles<false, false>(w, w_stride, n, packed, group, columns, k, next, out);
 }
 
 }  // namespace

@@ -148,8 +148,8 @@ inline std::int64_t few_rows(const T* w, std::int64_t w_stride, std::int64_t n, 
   return i;
 }
 
-// out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows. `first`: of the products with
-// these rows of w, the one that fetches the next ones.
+// out[m][n] for `n` ≤ BLOCK_N rows of w, without scales, and `rows` ≤ BLOCK_M packed rows, the first block of which
+// fetches.
 //
 // From memory they are fetched in the order in which they lie, evenly over the products with ROWS_W rows of w. In other
 // orders, or beside many packed rows straight into the first cache, the processor's own prefetcher does not follow, and the
@@ -157,12 +157,12 @@ inline std::int64_t few_rows(const T* w, std::int64_t w_stride, std::int64_t n, 
 // fetched in part.
 template <typename T>
 inline void unscaled(const T* w, std::int64_t w_stride, std::int64_t n, const bf16* packed, std::int64_t rows,
-                     std::int64_t k, bool first, float* out) {
+                     std::int64_t k, const Fetch& fetch, float* out) {
   constexpr int LINES = STEP_LINES<T>;
   std::int64_t width = mtp::packed_width(k), i = 0;
   auto columns = [&](auto lines) {
     constexpr int GIVEN = decltype(lines)::value;
-    std::int64_t carriers = first ? LINES / GIVEN : 0;
+    std::int64_t carriers = fetch.block == 0 ? LINES / GIVEN : 0;
     for (; i + ROWS_W <= n; i += ROWS_W)
       product_columns<ROWS_W, GIVEN>(w + i * w_stride, w_stride, packed, width, k, rows, carriers, out + i);
   };

@@ -1,11 +1,13 @@
 """How a decode step grows with the context and with the batch, beside what the bytes of the cache predict.
 
     .venv/bin/python benchmarks/growth.py CHECKPOINT [--contexts 128 512 2048 8192 16384] [--batches 1 4 16 64]
-        [--drafts 0] [--steps 32] [--rounds 3] [--threads 2] [--json FILE] [--png FILE]
+        [--drafts 0] [--steps 32] [--rounds 7] [--threads 2] [--json FILE] [--png FILE]
 
-The growth with the context is the slope of a least-squares line through the medians at one sequence; a round before
-them, which does not count, records the passes. The prediction is the cache of one more token, read by each pass of a
-step at the machine's read bandwidth. Memory is the greatest resident memory of the process without weights and cache.
+The first round computes the prompts and records the passes. The others find the prompts in the cache and decode them in
+turn, so that little time passes within a round; figures are medians over them. The growth with the context is the slope
+of a least-squares line through a round's times at one sequence; the prediction is the cache of one more token, read by
+each pass of a step at the bandwidth that was measured in that round. Memory is the greatest resident memory of the
+process in the first round without weights and cache; of it, what the process had before it loaded anything.
 """
 
 from __future__ import annotations
@@ -19,30 +21,37 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from mtp_backend.checkpoint import Checkpoint
+from mtp_backend.engine.bandwidth import read_bandwidth
 from mtp_backend.engine.measure import Bench
 from mtp_backend.environment import start_again
 from mtp_backend.models.summary import summarize
 from mtp_backend.serving.bench import Load, batch_prompts, prepare
 from mtp_backend.serving.report import write_json
+from tqdm import tqdm
 
 BATCH_CONTEXT = 128  # tokens of each sequence where the batch grows
 
 
+def forget_peak() -> None:
+    """Starts `peak_bytes` anew: while weights are loaded, pages of their files are resident too."""
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+
+
 def peak_bytes() -> int:
-    """Greatest resident memory of this process so far."""
+    """Greatest resident memory of this process since `forget_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-def step_seconds(bench: Bench, size: int, context: int, steps: int, num_drafts: int, number: int) -> float:
-    """Mean time of a step of `size` sequences whose prompts have `context` tokens."""
+def step_seconds(bench: Bench, size: int, context: int, steps: int, num_drafts: int) -> float:
+    """Mean time of a step of `size` sequences whose prompts have `context` tokens, always the same ones."""
     load = Load([size], [num_drafts], [], context, steps, 1)
-    return bench.decode(batch_prompts(bench, load, size, number), steps, num_drafts).seconds_per_step
+    return bench.decode(batch_prompts(bench, load, size, 0), steps, num_drafts).seconds_per_step
 
 
-def draw(contexts: dict[int, list[float]], batches: dict[int, list[float]], line: list[float], file: Path) -> None:
+def draw(contexts: dict[int, list[float]], batches: dict[int, list[float]], line: np.ndarray, file: Path) -> None:
     """Both curves; the line is (slope, intercept)."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, curve, name in zip(
@@ -65,50 +74,66 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--steps", type=int, default=32, help="tokens generated after a prompt")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="of torch (its own choice)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     arguments = parser.parse_args()
     drafts, steps = arguments.drafts, arguments.steps
     load = Load(arguments.batches, sorted({0, drafts}), [], max(arguments.contexts), steps, 1)
-    bench, traffic, bandwidth = prepare(arguments.checkpoint, load, arguments.threads)
-    contexts, batches = defaultdict(list), defaultdict(list)
-    for context in arguments.contexts:
-        step_seconds(bench, 1, context, steps, drafts, arguments.rounds)
-    for number in range(arguments.rounds):
-        for context in arguments.contexts:
-            contexts[context].append(step_seconds(bench, 1, context, steps, drafts, number))
-        for size in arguments.batches:
-            batches[size].append(step_seconds(bench, size, BATCH_CONTEXT, steps, drafts, number))
-        print(f"round {number + 1} of {arguments.rounds}", flush=True)
-    slope, intercept = np.polyfit(list(contexts), [median(runs) for runs in contexts.values()], 1)
-    predicted = (traffic.bytes(1, drafts, 1) - traffic.bytes(1, drafts, 0)) / bandwidth
+    checkpoint = Checkpoint(arguments.checkpoint)
+    summary = summarize(checkpoint, checkpoint.dtype, 0)
+    # No larger than the prompts need, which begin alike, so that all of it is in use when memory is measured.
+    tokens = max(arguments.contexts) + max(arguments.batches) * (BATCH_CONTEXT + 2 * steps * (1 + drafts))
+    pool = {"enable_prefix_caching": True, "kv_cache_bytes": tokens * summary.kv_bytes_per_token}
+    before = peak_bytes()
+    bench, traffic, _ = prepare(arguments.checkpoint, load, arguments.threads, **pool)
+    cases = [(1, context) for context in arguments.contexts] + [(size, BATCH_CONTEXT) for size in arguments.batches]
+    forget_peak()
+    for size, context in tqdm(cases, desc="prompts", unit="batch", disable=None):
+        step_seconds(bench, size, context, steps, drafts)
+    engines = bench.engines.values()
+    pools = sum(engine.pool.num_blocks * engine.pool.block_size for engine in engines) * summary.kv_bytes_per_token
+    peak = peak_bytes()
+    rest = peak - len(engines) * summary.loaded_bytes - pools
+    contexts, batches, slopes, predicted = defaultdict(list), defaultdict(list), [], []
+    cached_bytes = traffic.bytes(1, drafts, 1) - traffic.bytes(1, drafts, 0)
+    for number in tqdm(range(arguments.rounds), desc="measuring", unit="round", disable=None):
+        order = slice(None, None, -1 if number % 2 else 1)
+        for context in arguments.contexts[order]:
+            contexts[context].append(step_seconds(bench, 1, context, steps, drafts))
+        for size in arguments.batches[order]:
+            batches[size].append(step_seconds(bench, size, BATCH_CONTEXT, steps, drafts))
+        slopes.append(np.polyfit(list(contexts), [runs[-1] for runs in contexts.values()], 1)[0])
+        predicted.append(cached_bytes / read_bandwidth(summary.loaded_bytes))
     for name, curve in (("context", contexts), ("sequences", batches)):
         print(f"\n{name:>9} ms/step (median of {arguments.rounds})")
         for size, runs in curve.items():
             print(f"{size:>9} {1000 * median(runs):>8.2f}")
-    print(f"\nper 1000 tokens of context: {1e6 * slope:.3f} ms, by bytes of the cache {1e6 * predicted:.3f} ms")
-    summary = summarize(Checkpoint(arguments.checkpoint), Checkpoint(arguments.checkpoint).dtype, 0)
-    engines = bench.engines.values()
-    pools = sum(engine.pool.num_blocks * engine.pool.block_size for engine in engines) * summary.kv_bytes_per_token
-    rest = peak_bytes() - len(engines) * summary.loaded_bytes - pools
-    print(f"memory: at most {peak_bytes() / 1e6:.0f} MB, {rest / 1e6:.0f} MB of it neither weights nor cache")
+    print(
+        f"\nper 1000 tokens of context: {1e6 * median(slopes):.3f} ms, by bytes of the cache {1e6 * median(predicted):.3f} ms,"
+        f" ratio {median(measured / least for measured, least in zip(slopes, predicted, strict=True)):.2f}"
+    )
+    print(
+        f"memory: at most {peak / 1e6:.0f} MB, {rest / 1e6:.0f} MB of it neither weights nor cache,"
+        f" {before / 1e6:.0f} MB of that from before loading"
+    )
     if arguments.json:
         report = {
             "checkpoint": str(arguments.checkpoint),
             "num_threads": torch.get_num_threads(),
-            "bandwidth_bytes_per_second": bandwidth,
             "num_drafts": drafts,
             "step_seconds_by_context": contexts,
             "step_seconds_by_batch": batches,
-            "seconds_per_token_of_context": {"measured": slope, "predicted": predicted},
-            "peak_bytes": peak_bytes(),
+            "seconds_per_token_of_context": {"measured": slopes, "predicted": predicted},
+            "peak_bytes": peak,
             "rest_bytes": rest,
+            "bytes_before_loading": before,
         }
         write_json(report, arguments.json)
     if arguments.png:
-        draw(contexts, batches, [slope, intercept], arguments.png)
+        line = np.polyfit(list(contexts), [median(runs) for runs in contexts.values()], 1)
+        draw(contexts, batches, line, arguments.png)
         print(arguments.png)
 
 

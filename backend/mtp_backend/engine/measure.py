@@ -64,19 +64,19 @@ class Decoding:
 class Bench:
     """Engines over one checkpoint that decode with any number of drafts: one without MTP layers, one with.
 
-    They compute every prompt: runs that are compared have the same ones, and the cache of prefixes would spare all but
-    the first run of an engine that work.
+    They compute every prompt, unless told otherwise: runs that are compared have the same ones, and the cache of prefixes
+    would spare all but the first run of an engine that work.
 
     Args:
         most_drafts: greatest number of drafts.
-        options: other fields of `EngineConfig` for both.
+        options: other fields of `EngineConfig` for both; `enable_prefix_caching` is false if not given.
 
     Attributes:
         engines: by whether steps have drafts; without MTP layers in the checkpoint there is only the first.
     """
 
     def __init__(self, checkpoint: str, most_drafts: int, **options: object) -> None:
-        options["enable_prefix_caching"] = False
+        options.setdefault("enable_prefix_caching", False)
         self.engines = {False: LLM(checkpoint, **options).engine}
         if most_drafts:
             drafting = LLM(checkpoint, SpeculativeConfig(most_drafts), **options).engine

@@ -111,9 +111,12 @@ def show(
 
 
 def prepare(
-    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: bool = False
+    checkpoint: Path, load: Load, num_threads: int | None, int8_weights: bool = False, **options: object
 ) -> tuple[Bench, StepTraffic, float]:
-    """The engines, what a step of theirs reads, and the read bandwidth over as much memory as the weights take."""
+    """The engines, what a step of theirs reads, and the read bandwidth over as much memory as the weights take.
+
+    `options` are other fields of `EngineConfig`.
+    """
     files = Checkpoint(checkpoint)
     config = target_config(files)
     longest = max([load.prompt_tokens, *map(len, load.prompts)]) + load.max_tokens
@@ -133,6 +136,7 @@ def prepare(
         max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, most * (1 + max(load.num_drafts))),
         int8_weights=int8_weights,
         num_threads=num_threads,
+        **options,
     )
     return bench, step_traffic(files, files.dtype, int8_weights), bandwidth
 

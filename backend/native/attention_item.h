@@ -114,13 +114,17 @@ struct AttendItem {
     return count;
   }
 
+  std::int64_t slot_of(std::int64_t position) const {
+    const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
+    return table[position / job.block_size] * job.block_size + position % job.block_size;
+  }
+
   // Keys and values of a tile, to be fetched over the products of another.
   RowsAhead rows_ahead(std::int64_t tile) const {
     RowsAhead ahead;
-    std::int64_t count = positions_in(tile), size = job.block_size;
-    const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
+    std::int64_t count = positions_in(tile);
     for (std::int64_t first = 0; first < count; first += BLOCK) {
-      std::int64_t at = tile * ATTENTION_TILE + first, slot = table[at / size] * size + at % size;
+      std::int64_t slot = slot_of(tile * ATTENTION_TILE + first);
       auto add = [&](const Attention::Cache& cache) {
         ahead.add({cache.data + item.kv_head * cache.head_stride + slot * cache.slot_stride, cache.slot_stride}, cache.width);
       };
@@ -135,11 +139,10 @@ struct AttendItem {
 
   // `memory.slots` for a tile.
   void find_slots(std::int64_t tile) const {
-    const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
     std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile), size = job.block_size;
     for (std::int64_t j = 0; j < count;) {
       std::int64_t at = item.selected < 0 ? begin + j : memory.selected[begin + j];
-      std::int64_t slot = table[at / size] * size + at % size;
+      std::int64_t slot = slot_of(at);
       std::int64_t end = item.selected < 0 ? least(count, j + size - at % size) : j + 1;
       for (; j < end; ++j) memory.slots[j] = slot++;
     }

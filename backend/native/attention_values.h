@@ -34,9 +34,8 @@ class ValueProduct {
 
   // result[query][width] = Σ weight · value over `count` positions. The values are tiles of 16 positions; the width is a
   // multiple of 32.
-  template <typename Ahead>
   void multiply(const Weights& weights, std::int64_t queries, const RowTile* values, std::int64_t count,
-                std::int64_t width, float* result, std::int64_t stride, Ahead& ahead) const {
+                std::int64_t width, float* result, std::int64_t stride, RowsAhead& ahead) const {
     __builtin_memset(nothing_, 0, width * sizeof(bf16));
     for (std::int64_t first = 0; first < count; first += PIECE) {
       std::int64_t given = least(PIECE, count - first);

@@ -38,9 +38,8 @@ class ValueProduct {
 
   // result[query][width] = Σ weight · value over `count` positions. The values are tiles of 16 positions; the width is a
   // multiple of 32.
-  template <typename Ahead>
   void multiply(const Weights& weights, std::int64_t queries, const RowTile* values, std::int64_t count,
-                std::int64_t width, float* result, std::int64_t stride, Ahead& ahead) const {
+                std::int64_t width, float* result, std::int64_t stride, RowsAhead& ahead) const {
     std::int64_t blocks = (count + BLOCK - 1) / BLOCK;
     for (std::int64_t query = 0; query < queries; query += BLOCK, result += BLOCK * stride) {
       const Pair* left = weights.tile(query, 0);
@@ -53,9 +52,9 @@ class ValueProduct {
 
  private:
   // Registers: even and odd columns of each tile, then the weights' two and tiles of values.
-  template <int TILES, typename Ahead>
+  template <int TILES>
   static void add(const Pair* left, const RowTile* values, std::int64_t blocks, std::int64_t column, float* result,
-                  std::int64_t stride, Ahead& ahead) {
+                  std::int64_t stride, RowsAhead& ahead) {
     sums_begin<1, 2 * TILES>(result + column, stride, false);
     for (std::int64_t block = 0; block < blocks; ++block, left += 2 * BLOCK * BLOCK) {
       ahead.fetch(TILES * BLOCK);

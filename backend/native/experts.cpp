@@ -21,14 +21,19 @@ void pack_expert(const Experts& job, std::int64_t expert, bf16* packed, std::int
 
 std::int64_t blocks_of(std::int64_t n) { return (n + BLOCK_N - 1) / BLOCK_N; }
 
-// The rows of an item: of gate or down projection.
-Weight gate_rows_of(const Experts& job, std::int64_t item) {
-  std::int64_t expert = job.active[item / blocks_of(job.width)], first = item % blocks_of(job.width) * BLOCK_N;
-  return job.gate_up.from(2 * expert * job.width + first);
+// One item: rows [first, first + n) of an active expert's projection, which has `rows`.
+struct ExpertBlock {
+  std::int64_t expert, first, n;
+  ExpertBlock(const Experts& job, std::int64_t item, std::int64_t rows)
+      : expert(job.active[item / blocks_of(rows)]), first(item % blocks_of(rows) * BLOCK_N),
+        n(least(BLOCK_N, rows - first)) {}
+};
+
+Weight gate_rows_of(const Experts& job, const ExpertBlock& block) {
+  return job.gate_up.from(2 * block.expert * job.width + block.first);
 }
-Weight down_rows_of(const Experts& job, std::int64_t item) {
-  std::int64_t expert = job.active[item / blocks_of(job.hidden)], first = item % blocks_of(job.hidden) * BLOCK_N;
-  return job.down.from(expert * job.hidden + first);
+Weight down_rows_of(const Experts& job, const ExpertBlock& block) {
+  return job.down.from(block.expert * job.hidden + block.first);
 }
 
 }  // namespace
@@ -52,10 +57,11 @@ void experts_up(const Experts& job, std::int64_t begin, std::int64_t end) {
   WideRows wide_gate, wide_up;
   ProductSession session;
   for (std::int64_t item = begin; item < end; ++item) {
-    std::int64_t expert = job.active[item / blocks_of(job.width)], first = item % blocks_of(job.width) * BLOCK_N;
-    std::int64_t n = least(BLOCK_N, job.width - first);
-    Weight gate_rows = gate_rows_of(job, item), up_rows = gate_rows.from(job.width), next_gate{}, next_up{};
-    if (item + 1 < end) next_gate = gate_rows_of(job, item + 1), next_up = next_gate.from(job.width);
+    ExpertBlock own(job, item, job.width);
+    auto [expert, first, n] = own;
+    Weight gate_rows = gate_rows_of(job, own), up_rows = gate_rows.from(job.width), next_gate{}, next_up{};
+    if (item + 1 < end)
+      next_gate = gate_rows_of(job, {job, item + 1, job.width}), next_up = next_gate.from(job.width);
     Packed x = packed_rows_of(job, expert, job.packed, job.hidden);
     gate_rows = wide_gate.of(gate_rows, n, x), up_rows = wide_up.of(up_rows, n, x);
     session.prepare(x);
@@ -77,10 +83,10 @@ void experts_down(const Experts& job, std::int64_t begin, std::int64_t end) {
   WideRows wide_rows;
   ProductSession session;
   for (std::int64_t item = begin; item < end; ++item) {
-    std::int64_t expert = job.active[item / blocks_of(job.hidden)], first = item % blocks_of(job.hidden) * BLOCK_N;
-    std::int64_t n = least(BLOCK_N, job.hidden - first);
-    Weight rows = down_rows_of(job, item), next{};
-    if (item + 1 < end) next = down_rows_of(job, item + 1);
+    ExpertBlock own(job, item, job.hidden);
+    auto [expert, first, n] = own;
+    Weight rows = down_rows_of(job, own), next{};
+    if (item + 1 < end) next = down_rows_of(job, {job, item + 1, job.hidden});
     Packed x = packed_rows_of(job, expert, job.packed_inner, job.width);
     rows = wide_rows.of(rows, n, x);
     session.prepare(x);

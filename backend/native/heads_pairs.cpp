@@ -46,7 +46,7 @@ struct HeadPairs {
       copy_rows(token, count);
       RowTile tiles[TOKENS / BLOCK];
       for (std::int64_t at = 0; at < TOKENS / BLOCK; ++at) tiles[at] = {rows + at * BLOCK * parts.depth, parts.depth};
-      NothingAhead nothing;
+      RowsAhead nothing;
       for (std::int64_t group = 0; group < packed.groups; group += GROUPS) {
         ::multiply(tiles, count, packed.columns(group, GROUPS), sums, GROUPS * BLOCK, false, nothing);
         write(token, count, group * BLOCK);

@@ -11,9 +11,9 @@ namespace {
 
 #if defined(MTP_AVX512)
 
-template <int ROWS, int GROUPS, typename Ahead>
+template <int ROWS, int GROUPS>
 inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t group, float* c, std::int64_t c_stride,
-                           bool accumulate, Ahead& ahead) {
+                           bool accumulate, RowsAhead& ahead) {
   __m512 acc[ROWS][GROUPS];
   for (int r = 0; r < ROWS; ++r)
     for (int g = 0; g < GROUPS; ++g)
@@ -38,9 +38,9 @@ inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t g
 
 #else
 
-template <int ROWS, int GROUPS, typename Ahead>
+template <int ROWS, int GROUPS>
 inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t group, float* c, std::int64_t c_stride,
-                           bool accumulate, Ahead& ahead) {
+                           bool accumulate, RowsAhead& ahead) {
   static_assert(GROUPS == 1);
   constexpr int VECS = BLOCK / LANES;
   Vec acc[ROWS][VECS];
@@ -69,9 +69,9 @@ inline void multiply_block(RowTile rows, const PairTiles& packed, std::int64_t g
 
 #endif
 
-template <int ROWS, typename Ahead>
+template <int ROWS>
 inline void multiply_rows(RowTile rows, const PairTiles& packed, float* c, std::int64_t c_stride, bool accumulate,
-                          Ahead& ahead) {
+                          RowsAhead& ahead) {
   std::int64_t group = 0;
 #if defined(MTP_AVX512)
   for (; group + 2 <= packed.groups; group += 2)
@@ -88,9 +88,8 @@ constexpr int MOST_ROWS = 4;
 #endif
 
 // `ahead` is told of the products.
-template <typename Ahead>
 inline void multiply(const RowTile* tiles, std::int64_t count, const PairTiles& packed, float* c, std::int64_t c_stride,
-                     bool accumulate, Ahead& ahead) {
+                     bool accumulate, RowsAhead& ahead) {
   for (std::int64_t at = 0; at < count;) {
     RowTile rows = tiles[at / BLOCK];
     rows.data += at % BLOCK * rows.stride;

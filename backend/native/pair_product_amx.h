@@ -50,9 +50,9 @@ inline void add_products(const RowTile* rows, const Pair* right, std::int64_t st
   }
 }
 
-template <int ROWS, int GROUPS, typename Ahead>
+template <int ROWS, int GROUPS>
 inline void multiply_block(const RowTile* rows, const PairTiles& packed, std::int64_t group, float* c,
-                           std::int64_t c_stride, bool accumulate, Ahead& ahead) {
+                           std::int64_t c_stride, bool accumulate, RowsAhead& ahead) {
   c += group * BLOCK;
   sums_begin<ROWS, GROUPS>(c, c_stride, accumulate);
   for (std::int64_t step = 0; step < packed.steps; ++step) {
@@ -63,9 +63,9 @@ inline void multiply_block(const RowTile* rows, const PairTiles& packed, std::in
 }
 
 // All rows by GROUPS groups of columns, whose tiles stay in the nearest cache meanwhile.
-template <int GROUPS, typename Ahead>
+template <int GROUPS>
 inline void multiply_columns(const RowTile* rows, std::int64_t tiles, const PairTiles& packed, std::int64_t group, float* c,
-                             std::int64_t c_stride, bool accumulate, Ahead& ahead) {
+                             std::int64_t c_stride, bool accumulate, RowsAhead& ahead) {
   constexpr int ROWS = 4 / GROUPS;
   std::int64_t at = 0;
   for (; at + ROWS <= tiles; at += ROWS)
@@ -75,9 +75,8 @@ inline void multiply_columns(const RowTile* rows, std::int64_t tiles, const Pair
 }
 
 // `ahead` is told of the products.
-template <typename Ahead>
 inline void multiply(const RowTile* rows, std::int64_t count, const PairTiles& packed, float* c, std::int64_t c_stride,
-                     bool accumulate, Ahead& ahead) {
+                     bool accumulate, RowsAhead& ahead) {
   std::int64_t tiles = (count + BLOCK - 1) / BLOCK, group = 0;
   if (tiles == 1)
     for (; group + 4 <= packed.groups; group += 4)

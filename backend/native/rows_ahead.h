@@ -5,13 +5,8 @@
 
 namespace {
 
-// Beside products that fetch nothing.
-struct NothingAhead {
-  void fetch(std::int64_t) {}
-};
-
 // Tiles of rows that are fetched into the second cache, evenly over a number of products and in the order in which they
-// lie, so that the machine sees what comes next.
+// lie, so that the machine sees what comes next. Without tiles nothing is fetched.
 class RowsAhead {
  public:
   static constexpr std::int64_t MOST = 48;  // tiles: of 256 keys in two parts, and of their values

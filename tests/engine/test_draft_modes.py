@@ -157,7 +157,7 @@ def test_every_draft_of_a_text(name, count, k, mode, several, make_llm, prompt_o
     directory = several(name, count)
     watched = Watched(directory, count, mode)
     engine = make_llm(directory, k, block_size=4, prefill_chunk_size=3, **mode).engine
-    sequences = [engine.new_sequence(prompt_of(length, start=length), params(14)) for length in (1, 2, 3, 4, 11)]
+    sequences = [engine.new_sequence(prompt_of(length, start=length), params(30)) for length in (1, 2, 3, 4, 11)]
     for sequence in sequences:
         engine.add(sequence)
     accepted = set()
@@ -165,7 +165,15 @@ def test_every_draft_of_a_text(name, count, k, mode, several, make_llm, prompt_o
         accepted |= {output.num_accepted for output in engine.step()}
         for sequence in sequences:
             watched.check(sequence)
-    assert watched.checked > 20 and {0, k} <= accepted
+    assert watched.checked > 40 and {0, k} <= accepted
+
+
+def test_a_checkpoint_is_made_the_same_each_time(several, tmp_path):
+    """Else what is accepted differs from run to run, since the library hands tensors out in no order."""
+    first = Path(several("glm", 2)) / "model.safetensors"
+    for count in range(3):
+        again = save_with_mtp_layers(tmp_path / str(count), DEMO["glm"], 2, NOISE) / "model.safetensors"
+        assert again.read_bytes() == first.read_bytes()
 
 
 @pytest.mark.parametrize("name", DEMO)

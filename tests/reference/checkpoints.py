@@ -216,16 +216,17 @@ def edit_config(directory: Path, edit: Callable[[dict[str, Any]], object]) -> No
 
 
 def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Changes the tensors of model.safetensors in place."""
+    """Changes the tensors of model.safetensors in place; `edit` gets them in the order of their names."""
     path = directory / "model.safetensors"
-    tensors = load(path.read_bytes())  # not mapped from the file, which is written again
+    # Not mapped from the file, which is written again. The library's own order is another one at each call.
+    tensors = dict(sorted(load(path.read_bytes()).items()))
     edit(tensors)
     save_file(tensors, path, {"format": "pt"})
 
 
 def shard(directory: Path, count: int) -> None:
-    """Splits model.safetensors into shards with an index."""
-    tensors = load_file(directory / "model.safetensors")
+    """Splits model.safetensors into shards with an index, by the order of the tensors' names."""
+    tensors = dict(sorted(load_file(directory / "model.safetensors").items()))
     weight_map = {name: f"model-{index % count + 1:05}-of-{count:05}.safetensors" for index, name in enumerate(tensors)}
     for file in set(weight_map.values()):
         save_file(

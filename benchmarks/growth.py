@@ -20,11 +20,14 @@ from statistics import median
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from mtp_backend.cache import bytes_per_block
 from mtp_backend.checkpoint import Checkpoint
 from mtp_backend.engine.bandwidth import read_bandwidth
 from mtp_backend.engine.measure import Bench
 from mtp_backend.environment import start_again
+from mtp_backend.models.build import target_config
 from mtp_backend.models.summary import summarize
+from mtp_backend.models.weight_bytes import target_bytes
 from mtp_backend.serving.bench import Load, batch_prompts, prepare
 from mtp_backend.serving.report import write_json
 from tqdm import tqdm
@@ -82,20 +85,23 @@ def main() -> None:
     drafts, steps = arguments.drafts, arguments.steps
     load = Load(arguments.batches, sorted({0, drafts}), [], max(arguments.contexts), steps, 1)
     checkpoint = Checkpoint(arguments.checkpoint)
-    summary = summarize(checkpoint, checkpoint.dtype, 0)
+    draft_layers = min(drafts, 1)
+    cached = bytes_per_block(target_config(checkpoint).cache_shapes(draft_layers), 1, checkpoint.dtype)
+    target = target_bytes(checkpoint, checkpoint.dtype, int8=False)
+    with_mtp = summarize(checkpoint, checkpoint.dtype, 0).loaded_bytes
     # No larger than the prompts need, which begin alike, so that all of it is in use when memory is measured.
     tokens = max(arguments.contexts) + max(arguments.batches) * (BATCH_CONTEXT + 2 * steps * (1 + drafts))
-    pool = {"enable_prefix_caching": True, "kv_cache_bytes": tokens * summary.kv_bytes_per_token}
+    pool = {"enable_prefix_caching": True, "kv_cache_bytes": tokens * cached}
     before = peak_bytes()
     bench, traffic, _ = prepare(arguments.checkpoint, load, arguments.threads, **pool)
     cases = [(1, context) for context in arguments.contexts] + [(size, BATCH_CONTEXT) for size in arguments.batches]
     forget_peak()
     for size, context in tqdm(cases, desc="prompts", unit="batch", disable=None):
         step_seconds(bench, size, context, steps, drafts)
-    engines = bench.engines.values()
-    pools = sum(engine.pool.num_blocks * engine.pool.block_size for engine in engines) * summary.kv_bytes_per_token
+    # With drafts there is an engine without them too, whose cache nothing has touched.
+    weights, blocks = target + draft_layers * with_mtp, bench.engines[drafts > 0].pool
     peak = peak_bytes()
-    rest = peak - len(engines) * summary.loaded_bytes - pools
+    rest = peak - weights - blocks.num_blocks * blocks.block_size * cached
     contexts, batches, slopes, predicted = defaultdict(list), defaultdict(list), [], []
     cached_bytes = traffic.bytes(1, drafts, 1) - traffic.bytes(1, drafts, 0)
     for number in tqdm(range(arguments.rounds), desc="measuring", unit="round", disable=None):
@@ -105,7 +111,7 @@ def main() -> None:
         for size in arguments.batches[order]:
             batches[size].append(step_seconds(bench, size, BATCH_CONTEXT, steps, drafts))
         slopes.append(np.polyfit(list(contexts), [runs[-1] for runs in contexts.values()], 1)[0])
-        predicted.append(cached_bytes / read_bandwidth(summary.loaded_bytes))
+        predicted.append(cached_bytes / read_bandwidth(target))
     for name, curve in (("context", contexts), ("sequences", batches)):
         print(f"\n{name:>9} ms/step (median of {arguments.rounds})")
         for size, runs in curve.items():

@@ -1,6 +1,8 @@
 """Recorded passes in the engine: the same texts as without."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 from mtp_backend import LLM, SamplingParams
@@ -31,6 +33,20 @@ def texts(path, mode, k, **speculative):
 def test_same_texts(model, k):
     """Sequences that join, leave and accept differently, some sampled; more of them than run at a time."""
     assert texts(model, "recorded", k) == texts(model, "eager", k)
+
+
+def test_the_compiler_is_not_imported(deepseek):
+    """It takes more memory than the demo networks, and longer than all of this."""
+    program = f"""
+import sys
+from mtp_backend import LLM, SamplingParams
+llm = LLM({deepseek!r}, {{"num_speculative_tokens": 2}}, dtype="bfloat16", num_threads=1)
+llm.generate(["Now", "And God said"], [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, temperature=1)])
+print(llm.engine._passes.num_recorded, *sys.modules.keys() & {{"torch._dynamo", "torch._inductor", "sympy"}})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    number, *imported = done.stdout.split()
+    assert int(number) and not imported
 
 
 def paced(path, mode):

@@ -160,6 +160,11 @@ def _readable(given: Tensor | None) -> memoryview | Rows | None:
 class _OnlyViews(TorchDispatchMode):
     """Refuses operations of torch, which no program has."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would import its compiler at the first operation, to leave this class out of it: 90 MB, over a second.
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -55,6 +55,10 @@ struct AttentionItem {
   // −1: all tiles are here, and the output is written. Else where the results of its tiles are to be found among
   // the partial results, in tiles of ATTENTION_QUERIES · partial_size elements.
   std::int64_t partial;
+
+  // Whether its keys are fetched while something else is multiplied, and others' while it is. Many queries take longer to
+  // multiply than anything to read, and rows that are selected lie apart.
+  bool fetches() const { return queries <= 32 && selected < 0; }
 };
 
 }  // namespace mtp

@@ -72,17 +72,20 @@ struct AttentionMemory {
 struct AttendItem {
   const Attention& job;
   const AttentionItem& item;
+  bool announced;             // the keys of the first tile have been fetched
+  const AttentionItem* next;  // what this thread does then, or null
   AttentionMemory& memory;
   std::int64_t columns, stride;  // queries in multiples of 16; elements of a partial result
   std::int64_t length;           // positions that the item's last query sees
   float scale;
 
-  AttendItem(const Attention& job, const AttentionItem& item, AttentionMemory& memory)
-      : job(job), item(item), memory(memory) {
+  AttendItem(const Attention& job, const AttentionItem& item, bool announced, const AttentionItem* next,
+             AttentionMemory& memory)
+      : job(job), item(item), announced(announced), next(next), memory(memory) {
     columns = round_up(item.queries, BLOCK);
     stride = mtp::partial_size(job.values.width);
     scale = powers_scale(job);
-    length = item.selected < 0 ? position(item.queries - 1) + 1 : gather_selection();
+    length = item.selected < 0 ? length_of(item) : gather_selection();
     for (int part = 0; part < job.parts; ++part) {
       const Attention::Queries& from = job.queries[part];
       memory.queries[part] = {memory.queries[part].data, memory.queries[part].steps, columns / BLOCK};
@@ -96,7 +99,11 @@ struct AttendItem {
     return item.kv_head * job.group() + (item.first_query + i) % job.group();
   }
   std::int64_t position(std::int64_t i) const { return item.first_position + row(i) - item.first_row; }
-  std::int64_t positions_in(std::int64_t tile) const {
+  // Positions that the last query of an item without a selection sees.
+  std::int64_t length_of(const AttentionItem& of) const {
+    return of.first_position + (of.first_query + of.queries - 1) / job.group() + 1;
+  }
+  static std::int64_t positions_in(std::int64_t tile, std::int64_t length) {
     std::int64_t left = length - tile * ATTENTION_TILE;
     return left < 0 ? 0 : least(ATTENTION_TILE, left);
   }
@@ -114,35 +121,35 @@ struct AttendItem {
     return count;
   }
 
-  std::int64_t slot_of(std::int64_t position) const {
-    const std::int64_t* table = job.block_tables + item.sequence * job.table_stride;
+  std::int64_t slot_of(std::int64_t sequence, std::int64_t position) const {
+    const std::int64_t* table = job.block_tables + sequence * job.table_stride;
     return table[position / job.block_size] * job.block_size + position % job.block_size;
   }
 
-  // Keys and values of a tile, to be fetched over the products of another.
-  RowsAhead rows_ahead(std::int64_t tile) const {
+  // Keys and values of a tile of an item, to be fetched over the products of `blocks` tiles of 16 positions.
+  RowsAhead rows_ahead(const AttentionItem& of, std::int64_t tile, std::int64_t blocks) const {
     RowsAhead ahead;
-    std::int64_t count = positions_in(tile);
+    std::int64_t count = positions_in(tile, length_of(of));
     for (std::int64_t first = 0; first < count; first += BLOCK) {
-      std::int64_t slot = slot_of(tile * ATTENTION_TILE + first);
+      std::int64_t slot = slot_of(of.sequence, tile * ATTENTION_TILE + first);
       auto add = [&](const Attention::Cache& cache) {
-        ahead.add({cache.data + item.kv_head * cache.head_stride + slot * cache.slot_stride, cache.slot_stride}, cache.width);
+        ahead.add({cache.data + of.kv_head * cache.head_stride + slot * cache.slot_stride, cache.slot_stride}, cache.width);
       };
       for (int part = 0; part < job.parts; ++part) add(job.keys[part]);
       if (!values_are_keys()) add(job.values);
     }
     std::int64_t width = round_up(job.values.width, STEP);
     for (int part = 0; part < job.parts; ++part) width += round_up(job.keys[part].width, STEP);
-    ahead.spread_over(columns * ATTENTION_TILE / BLOCK * (width / STEP));
+    ahead.spread_over(columns * blocks * (width / STEP));
     return ahead;
   }
 
   // `memory.slots` for a tile.
   void find_slots(std::int64_t tile) const {
-    std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile), size = job.block_size;
+    std::int64_t begin = tile * ATTENTION_TILE, count = positions_in(tile, length), size = job.block_size;
     for (std::int64_t j = 0; j < count;) {
       std::int64_t at = item.selected < 0 ? begin + j : memory.selected[begin + j];
-      std::int64_t slot = slot_of(at);
+      std::int64_t slot = slot_of(item.sequence, at);
       std::int64_t end = item.selected < 0 ? least(count, j + size - at % size) : j + 1;
       for (; j < end; ++j) memory.slots[j] = slot++;
     }
@@ -186,7 +193,7 @@ struct AttendItem {
 
   // The partial results of all queries for a tile.
   void attend(std::int64_t tile, float* result) const {
-    std::int64_t count = positions_in(tile), width = round_up(job.values.width, STEP);
+    std::int64_t count = positions_in(tile, length), width = round_up(job.values.width, STEP);
     find_slots(tile);
     for (int part = 0; part < job.parts; ++part)
       find_tiles(job.keys[part], count, memory.keys[part], memory.staged[part]);
@@ -195,11 +202,12 @@ struct AttendItem {
       find_tiles(job.values, count, memory.values, memory.staged_values);
       values = memory.values;
     }
-    // Many queries take longer to multiply than anything to read; rows that are selected lie apart.
-    bool few = columns <= 2 * BLOCK, fetches = few && item.selected < 0;
-    if (few && !(fetches && tile > item.first_tile)) read_keys(count);
+    bool here = tile > item.first_tile || announced, last = tile + 1 == item.first_tile + item.tiles;
+    if (columns <= 2 * BLOCK && !(here && item.fetches())) read_keys(count);
     RowsAhead ahead;
-    if (fetches && tile + 1 < item.first_tile + item.tiles) ahead = rows_ahead(tile + 1);
+    const AttentionItem* then = last ? next : &item;
+    if (item.fetches() && then && then->fetches())
+      ahead = rows_ahead(*then, last ? then->first_tile : tile + 1, (count + BLOCK - 1) / BLOCK);
     for (int part = 0; part < job.parts; ++part)
       multiply(memory.keys[part], count, memory.queries[part], memory.scores, columns, part > 0, ahead);
     for (std::int64_t i = 0; i < columns; ++i)

@@ -51,10 +51,18 @@ struct AttentionWork {
     return threads;
   }
 
-  // A thread takes the next item when it is done with another.
+  // A thread takes the next item when it is done with another; before that while each other thread finds one too, so that
+  // its keys can come meanwhile.
   void attend(std::int64_t thread) {
-    for (std::size_t item; (item = next++) < plan.items.size();)
-      kernels().attend(job, plan.items[item], partials, memory + thread * bytes);
+    std::int64_t count = std::int64_t(plan.items.size());
+    bool announced = false;
+    for (std::int64_t item = next++, then; item < count; item = then) {
+      bool early = next + threads <= count && (then = next++) < count;
+      kernels().attend(job, plan.items[item], announced, early ? &plan.items[then] : nullptr, partials,
+                       memory + thread * bytes);
+      if (!early) then = next++;
+      announced = early && plan.items[item].fetches();
+    }
   }
 
   std::int64_t prepare_fold() {

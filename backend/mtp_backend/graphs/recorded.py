@@ -162,7 +162,7 @@ class _OnlyViews(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch would import its compiler at the first operation, to leave this class out of it: 90 MB, over a second.
+        # Torch would import its compiler at the first operation, to leave this class out of it: 70 MB, over a second.
         return False
 
     def __torch_dispatch__(

@@ -22,11 +22,11 @@ namespace mtp::MTP_LEVEL {
 
 std::int64_t attention_memory(const Attention& job) { return AttentionMemory(job, nullptr).bytes; }
 
-void attend(const Attention& job, const AttentionItem& item, bool announced, const AttentionItem* next, float* partials,
+void attend(const Attention& job, const AttentionItem& item, bool fetched, const AttentionItem* next, float* partials,
             void* address) {
   AttentionMemory memory(job, address);
   TileRegisters registers;
-  AttendItem attend(job, item, announced, next, memory);
+  AttendItem attend(job, item, fetched, next, memory);
   if (item.partial >= 0) {
     for (std::int64_t i = 0; i < item.tiles; ++i)
       attend.attend(item.first_tile + i, partials + (item.partial + i) * ATTENTION_QUERIES * attend.stride);

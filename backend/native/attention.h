@@ -56,9 +56,13 @@ struct AttentionItem {
   // the partial results, in tiles of ATTENTION_QUERIES · partial_size elements.
   std::int64_t partial;
 
-  // Whether its keys are fetched while something else is multiplied, and others' while it is. Many queries take longer to
-  // multiply than anything to read, and rows that are selected lie apart.
-  bool fetches() const { return queries <= 32 && selected < 0; }
+  // Positions that its last query sees, without a selection.
+  std::int64_t length(std::int64_t group) const { return first_position + (first_query + queries - 1) / group + 1; }
+  // Many queries take longer to multiply than anything to read.
+  bool few_queries() const { return queries <= 32; }
+  // Whether its keys are fetched while something else is multiplied, and others' while it is: rows that are selected lie
+  // apart.
+  bool fetches() const { return few_queries() && selected < 0; }
 };
 
 }  // namespace mtp

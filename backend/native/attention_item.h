@@ -72,20 +72,20 @@ struct AttentionMemory {
 struct AttendItem {
   const Attention& job;
   const AttentionItem& item;
-  bool announced;             // the keys of the first tile have been fetched
-  const AttentionItem* next;  // what this thread does then, or null
+  bool fetched;               // the keys of the first tile are here
+  const AttentionItem* next;  // whose first tile is fetched over the last one, or null
   AttentionMemory& memory;
   std::int64_t columns, stride;  // queries in multiples of 16; elements of a partial result
   std::int64_t length;           // positions that the item's last query sees
   float scale;
 
-  AttendItem(const Attention& job, const AttentionItem& item, bool announced, const AttentionItem* next,
+  AttendItem(const Attention& job, const AttentionItem& item, bool fetched, const AttentionItem* next,
              AttentionMemory& memory)
-      : job(job), item(item), announced(announced), next(next), memory(memory) {
+      : job(job), item(item), fetched(fetched), next(next), memory(memory) {
     columns = round_up(item.queries, BLOCK);
     stride = mtp::partial_size(job.values.width);
     scale = powers_scale(job);
-    length = item.selected < 0 ? length_of(item) : gather_selection();
+    length = item.selected < 0 ? item.length(job.group()) : gather_selection();
     for (int part = 0; part < job.parts; ++part) {
       const Attention::Queries& from = job.queries[part];
       memory.queries[part] = {memory.queries[part].data, memory.queries[part].steps, columns / BLOCK};
@@ -99,10 +99,6 @@ struct AttendItem {
     return item.kv_head * job.group() + (item.first_query + i) % job.group();
   }
   std::int64_t position(std::int64_t i) const { return item.first_position + row(i) - item.first_row; }
-  // Positions that the last query of an item without a selection sees.
-  std::int64_t length_of(const AttentionItem& of) const {
-    return of.first_position + (of.first_query + of.queries - 1) / job.group() + 1;
-  }
   static std::int64_t positions_in(std::int64_t tile, std::int64_t length) {
     std::int64_t left = length - tile * ATTENTION_TILE;
     return left < 0 ? 0 : least(ATTENTION_TILE, left);
@@ -129,7 +125,7 @@ struct AttendItem {
   // Keys and values of a tile of an item, to be fetched over the products of `blocks` tiles of 16 positions.
   RowsAhead rows_ahead(const AttentionItem& of, std::int64_t tile, std::int64_t blocks) const {
     RowsAhead ahead;
-    std::int64_t count = positions_in(tile, length_of(of));
+    std::int64_t count = positions_in(tile, of.length(job.group()));
     for (std::int64_t first = 0; first < count; first += BLOCK) {
       std::int64_t slot = slot_of(of.sequence, tile * ATTENTION_TILE + first);
       auto add = [&](const Attention::Cache& cache) {
@@ -202,12 +198,14 @@ struct AttendItem {
       find_tiles(job.values, count, memory.values, memory.staged_values);
       values = memory.values;
     }
-    bool here = tile > item.first_tile || announced, last = tile + 1 == item.first_tile + item.tiles;
-    if (columns <= 2 * BLOCK && !(here && item.fetches())) read_keys(count);
+    bool first = tile == item.first_tile, last = tile + 1 == item.first_tile + item.tiles;
+    if (item.few_queries() && !(first ? fetched : item.fetches())) read_keys(count);
     RowsAhead ahead;
-    const AttentionItem* then = last ? next : &item;
-    if (item.fetches() && then && then->fetches())
-      ahead = rows_ahead(*then, last ? then->first_tile : tile + 1, (count + BLOCK - 1) / BLOCK);
+    std::int64_t blocks = (count + BLOCK - 1) / BLOCK;
+    if (last && next)
+      ahead = rows_ahead(*next, next->first_tile, blocks);
+    else if (!last && item.fetches())
+      ahead = rows_ahead(item, tile + 1, blocks);
     for (int part = 0; part < job.parts; ++part)
       multiply(memory.keys[part], count, memory.queries[part], memory.scores, columns, part > 0, ahead);
     for (std::int64_t i = 0; i < columns; ++i)

@@ -26,8 +26,7 @@ void add_rows(AttentionPlan& plan, const Attention& job, AttentionItem item, std
   for (item.kv_head = 0; item.kv_head < job.kv_heads; ++item.kv_head)
     for (item.first_query = 0; item.first_query < queries; item.first_query += most) {
       item.queries = std::min(most, queries - item.first_query);
-      std::int64_t last = item.first_position + (item.first_query + item.queries - 1) / job.group();
-      item.tiles = divide_up(item.selected < 0 ? last + 1 : item.selected, ATTENTION_TILE);
+      item.tiles = divide_up(item.selected < 0 ? item.length(job.group()) : item.selected, ATTENTION_TILE);
       plan.items.push_back(item);
     }
 }

@@ -51,17 +51,21 @@ struct AttentionWork {
     return threads;
   }
 
+  // An item that no thread has taken yet, or null.
+  const AttentionItem* take() {
+    std::size_t item = next++;
+    return item < plan.items.size() ? &plan.items[item] : nullptr;
+  }
+
   // A thread takes the next item when it is done with another; before that while each other thread finds one too, so that
   // its keys can come meanwhile.
   void attend(std::int64_t thread) {
-    std::int64_t count = std::int64_t(plan.items.size());
-    bool announced = false;
-    for (std::int64_t item = next++, then; item < count; item = then) {
-      bool early = next + threads <= count && (then = next++) < count;
-      kernels().attend(job, plan.items[item], announced, early ? &plan.items[then] : nullptr, partials,
-                       memory + thread * bytes);
-      if (!early) then = next++;
-      announced = early && plan.items[item].fetches();
+    bool fetched = false;
+    for (const AttentionItem *item = take(), *then; item; item = then ? then : take()) {
+      then = next + threads <= std::int64_t(plan.items.size()) ? take() : nullptr;
+      bool fetches = then && item->fetches() && then->fetches();
+      kernels().attend(job, *item, fetched, fetches ? then : nullptr, partials, memory + thread * bytes);
+      fetched = fetches;
     }
   }
 

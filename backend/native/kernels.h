@@ -185,9 +185,9 @@ struct MostLikely {
   use(level, most_likely, void, (const MostLikely&, std::int64_t begin, std::int64_t end))  /* parts */ \
   use(level, most_likely_of_parts, void, (const MostLikely&, std::int64_t begin, std::int64_t end)) /* rows */ \
   use(level, attention_memory, std::int64_t, (const Attention&)) /* bytes that `attend` needs at a multiple of 64 */ \
-  /* `next`: what this thread attends then, or null; `announced`: the call before was told of this item. */ \
-  use(level, attend, void, (const Attention&, const AttentionItem&, bool announced, const AttentionItem* next, \
-                            float* partials, void* memory))                                              \
+  /* `next`: whose first keys are to be fetched, or null; `fetched`: this item was that of the call before. */ \
+  use(level, attend, void, (const Attention&, const AttentionItem&, bool fetched, const AttentionItem* next, \
+                            float* partials, void* memory))                                                  \
   use(level, fold_partials, void, (const Attention&, const AttentionItem&, std::int64_t query, float* partials))
 
 #define MTP_DECLARE(level, kernel, result, parameters) result kernel parameters;

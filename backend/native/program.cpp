@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
-#include <limits>
 #include <optional>
 
 namespace mtp {
@@ -59,8 +58,9 @@ std::int64_t bytes_of(at::IntArrayRef shape, at::ScalarType type) {
 Tensor Pool::take(at::IntArrayRef shape, at::ScalarType type) {
   std::int64_t bytes = bytes_of(shape, type);
   Buffer* chosen = nullptr;
+  // None of more than twice the size: what a program keeps would take it from all others.
   for (Buffer& buffer : buffers_)
-    if (buffer.free() && buffer.bytes.numel() >= bytes && buffer.bytes.numel() / most_ <= bytes &&
+    if (buffer.free() && buffer.bytes.numel() >= bytes && buffer.bytes.numel() <= 2 * bytes &&
         (!chosen || buffer.bytes.numel() < chosen->bytes.numel()))
       chosen = &buffer;
   if (!chosen) {
@@ -91,8 +91,7 @@ std::int64_t Pool::num_bytes() const {
 Tensor new_tensor(at::IntArrayRef shape, at::ScalarType type) {
   if (recording) return recording->pool_->take(shape, type);
   if (bytes_of(shape, type) < LARGE_BYTES) return at::empty(shape, at::device(at::kCPU).dtype(type));
-  // Nothing is kept beyond its step, so prompts of any length share the buffers of the longest.
-  thread_local Pool pool(std::numeric_limits<std::int64_t>::max());
+  thread_local Pool pool;
   thread_local std::int64_t until_trim = TAKES_UNTIL_TRIM;
   if (!--until_trim) {
     pool.trim();

@@ -40,9 +40,6 @@ class Operation {
 // Memory of tensors that are made in turn: what one has left is there for the next.
 class Pool {
  public:
-  // A tensor gets a buffer of at most `most` times its size. Twice is for programs: what they keep would take larger ones
-  // from all others.
-  explicit Pool(std::int64_t most = 2) : most_(most) {}
   Tensor take(at::IntArrayRef shape, at::ScalarType type);
   // Gives back what no tensor has and none has taken since the last time.
   void trim();
@@ -54,7 +51,6 @@ class Pool {
     bool taken;
     bool free() const { return bytes.storage().use_count() == 1; }
   };
-  std::int64_t most_;
   std::vector<Buffer> buffers_;
 };
 

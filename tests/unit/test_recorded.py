@@ -234,22 +234,6 @@ def test_memory_is_shared(network):
     assert passes._pool.num_bytes <= 1.2 * largest._pool.num_bytes
 
 
-def test_a_short_prompt_takes_the_memory_of_a_long_one():
-    """Outside programs, in the pool of a thread."""
-    weight, places = normal(1024, 1024), []
-
-    def prompts():
-        for tokens in (2048, 64, 300, 1024, 2048):
-            result = native.linear(normal(tokens, 1024), weight)
-            places.append(result.data_ptr())
-            del result
-
-    thread = threading.Thread(target=prompts)  # its pool is empty
-    thread.start()
-    thread.join()
-    assert len(places) == 5 and len(set(places)) <= 2  # one of them has held the packed rows
-
-
 def test_torch_is_refused_by_name():
     passes = RecordedPasses(4, BLOCK, 64)
     for _ in range(2):  # nothing is left of the first attempt
